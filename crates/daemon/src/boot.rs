@@ -28,6 +28,7 @@ const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(30);
 impl Host {
     /// Starts a VM on this host, unprotected.
     pub fn vm_start(self: &Arc<Self>, definition: VmDefinition) -> Result<VmStatus, HostError> {
+        hold_in_a_test(&definition.name);
         let _adding = self.adding.lock();
         self.take_place_to_start(&definition.name)?;
         let name = definition.name.clone();
@@ -221,4 +222,14 @@ fn sync_images(machine: &Machine) -> anyhow::Result<()> {
     machine.disks().iter().try_for_each(|disk| {
         disk.sync().with_context(|| format!("cannot sync {}", disk.path().display()))
     })
+}
+
+/// A test has a VM's start wait here for as long as there is a file of its name in the directory that the fail point names.
+fn hold_in_a_test(_vm: &VmName) {
+    fail::fail_point!("start", |directory| {
+        let file = std::path::Path::new(&directory.unwrap_or_default()).join(_vm.as_str());
+        while file.exists() {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    });
 }

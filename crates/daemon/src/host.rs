@@ -14,15 +14,14 @@ use crate::orphans::Orphans;
 use crate::peers::{self, Peers};
 use crate::snapshot::frames::Fabric;
 use crate::snapshot::{Snapshots, start_sampling, start_schedules};
+use crate::state_dir::StateDir;
 use crate::vm::{PrimaryVm, Vm};
 use crate::{arbiter_watch, expiry, gate, keeper, lease, memory_pressure, webhook};
 use std::collections::BTreeMap;
-use std::io;
-use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tracing::{info, warn};
 use understudy_arbiter::Arbiter;
 use understudy_arbiter::descriptors;
@@ -56,6 +55,8 @@ pub struct Host {
     pub(crate) config: HostConfig,
     /// What this process keeps; none if it is the daemon.
     pub(crate) keeps: Option<Kept>,
+    /// The daemon's hold on its state directory; none in a keeper.
+    _state_dir: Option<StateDir>,
     pub(crate) identity: Identity,
     pub(crate) arbiter: Option<Arbiter>,
     /// What is wrong with it.
@@ -111,9 +112,10 @@ pub struct Host {
 impl Host {
     /// Checks the machine, claims the state directory, listens for peers.
     pub fn start(config: HostConfig) -> Result<Arc<Host>, HostError> {
-        // Whoever has the addresses is this host's daemon: nothing is touched before.
-        let listeners = config.listen.iter().map(bind).collect::<Result<Vec<_>, _>>()?;
-        let host = Host::new(config, None)?;
+        // Whoever has the addresses and the state directory is this host's daemon: nothing is touched before.
+        let listeners = config.listen.iter().map(gate::bind).collect::<Result<Vec<_>, _>>()?;
+        let state_dir = StateDir::take(&config.state_dir, ADDRESS_PATIENCE)?;
+        let host = Host::new(config, None, Some(state_dir))?;
         host.refuse_strangers()?;
         // Before anybody can ask for these VMs.
         let orphans = host.find_orphans();
@@ -156,7 +158,7 @@ impl Host {
         group: Option<GroupName>,
         door: Door,
     ) -> Result<Arc<Host>, HostError> {
-        let host = Host::new(config, Some(Kept::new(group, door)))?;
+        let host = Host::new(config, Some(Kept::new(group, door)), None)?;
         keeper::rights::try_in_a_test();
         host.look_after_itself()?;
         membership::look_on(&host);
@@ -173,7 +175,11 @@ impl Host {
         lease::start(self).map_err(internal)
     }
 
-    fn new(config: HostConfig, keeps: Option<Kept>) -> Result<Arc<Host>, HostError> {
+    fn new(
+        config: HostConfig,
+        keeps: Option<Kept>,
+        state_dir: Option<StateDir>,
+    ) -> Result<Arc<Host>, HostError> {
         understudy_threads::contain_panics();
         memory_pressure::spare_daemon();
         descriptors::raise_limit();
@@ -206,6 +212,7 @@ impl Host {
             peers: Peers::of(&config),
             config,
             keeps,
+            _state_dir: state_dir,
             identity,
             arbiter,
             arbiter_problem: Common::default(),
@@ -460,24 +467,6 @@ pub(crate) fn identify(config: &HostConfig) -> Result<Identity, HostError> {
         warn!("insecure = true: anyone who reaches this host can read and change its VMs");
     }
     Ok(Identity { name: config.name.clone(), tls, keepers: config.keepers })
-}
-
-/// Waits for an address that a daemon which has just ended still has.
-fn bind(address: &SocketAddr) -> Result<TcpListener, HostError> {
-    let deadline = Instant::now() + ADDRESS_PATIENCE;
-    let error = loop {
-        match TcpListener::bind(address) {
-            Ok(listener) => return Ok(listener),
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < deadline => {
-                std::thread::sleep(Duration::from_millis(50));
-            }
-            Err(error) => break error,
-        }
-    };
-    let message = format!(
-        "cannot listen on {address}: {error}; is another daemon running, or the address not this host's?"
-    );
-    Err(HostError::new(ErrorKind::Conflict, message))
 }
 
 pub(crate) fn internal(error: std::io::Error) -> HostError {

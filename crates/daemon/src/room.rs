@@ -7,7 +7,7 @@
 use crate::host::Host;
 use crate::vm::Vm;
 use nix::sys::statvfs::statvfs;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -96,8 +96,10 @@ impl Host {
             room.untaken += BESIDE_BYTES.saturating_sub(beside);
         }
         let mut by_keeper: BTreeMap<Option<u32>, u64> = BTreeMap::new();
+        let mut kept = BTreeSet::new();
         for keeper in self.keepers() {
             let Some(definition) = self.kept_definition(&keeper) else { continue };
+            kept.insert(keeper.vm.clone());
             room.vms += 1;
             *by_keeper.entry(keeper.pid).or_default() += definition.memory.bytes() + BESIDE_BYTES;
         }
@@ -106,7 +108,8 @@ impl Host {
             room.untaken += promised.saturating_sub(keeper.map_or(0, taken_by_children));
         }
         for expected in self.arrivals.all() {
-            let there = self.vms.lock().contains_key(&expected.definition.name);
+            let name = &expected.definition.name;
+            let there = kept.contains(name) || self.vms.lock().contains_key(name);
             let bytes = expected.definition.memory.bytes() + BESIDE_BYTES;
             if !there {
                 room.vms += 1;

@@ -71,6 +71,14 @@ impl<'a> Draft<'a> {
         self.note(Outcome::Refused, line, what, why);
     }
 
+    /// Names what there is of a part that is read nowhere.
+    pub(crate) fn rest(&mut self, line: usize, what: &str, rest: &[String]) {
+        if !rest.is_empty() {
+            let what = format!("{what}, {}", rest.join(" "));
+            self.left_out(line, what, "it is not carried over");
+        }
+    }
+
     /// Says what the VM is called.
     pub(crate) fn named(&mut self, line: usize, there: &str) {
         let here = self.vm.name.to_string();
@@ -119,6 +127,13 @@ impl<'a> Draft<'a> {
         let disk = DiskDefinition::new(path.clone(), DiskFormat::Raw, DiskBus::Pflash);
         self.variables = Some(disk);
         path
+    }
+
+    /// The variables, if they are to be made first, are made of this file.
+    pub(crate) fn variables_from(&mut self, template: PathBuf) {
+        if let Some(copy) = self.copies.last_mut() {
+            copy.from = template;
+        }
     }
 
     /// A processor that is the host's own becomes what every guest without a model has.

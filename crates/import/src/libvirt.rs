@@ -4,6 +4,7 @@ mod devices;
 mod disks;
 mod pci;
 mod processor;
+mod rest;
 
 use crate::draft::Draft;
 use crate::xml::{self, Element};
@@ -33,7 +34,11 @@ fn read(text: &str, surroundings: &Surroundings) -> Result<Import, (usize, Strin
     let mut draft = Draft::new(VmDefinition::new(named, size, vcpus), surroundings);
     draft.named(name.line, &name.text);
     draft.taken(memory.line, format!("{size} of memory, {vcpus} vCPUs"));
-    draft.vm.accel = accelerator(&domain);
+    draft.vm.accel = accelerator(&domain)?;
+    rest::of_part(&mut draft, vcpu, "vCPUs", &["placement"]);
+    if domain.child("features").is_none_or(|features| features.child("acpi").is_none()) {
+        draft.changed(domain.line, "no <acpi> in <features>", "it has ACPI");
+    }
     // Only what is asked for.
     draft.vm.console = false;
     machine(&mut draft, &domain)?;
@@ -130,18 +135,29 @@ fn os(draft: &mut Draft<'_>, os: &Element) {
     let secure = wanted || loader.is_some_and(|loader| is_on(loader.get("secure")));
     if os.get("firmware") == "efi" || loader.is_some_and(|loader| loader.get("type") == "pflash") {
         let code = loader.filter(|loader| !loader.text.is_empty());
-        let store = os.child("nvram").filter(|store| !store.text.is_empty());
         let line = loader.unwrap_or(os).line;
-        if let Some(store) = store.filter(|store| store.get("format") == "qcow2") {
-            let why = "the firmware's variables must be raw: `qemu-img convert -O raw` makes them";
-            draft.refused(store.line, store.tag(), why);
-        }
         let path = |element: &Element| PathBuf::from(&element.text);
-        let variables = draft.uefi(code.map(path), store.map(path), secure);
+        let store = os.child("nvram").and_then(|store| variables(draft, store));
+        let is_new = store.is_none();
+        let variables = draft.uefi(code.map(path), store, secure);
+        if let Some(code) = code.filter(|code| code.get("format") == "qcow2") {
+            let why = "the firmware's code must be raw: `qemu-img convert -O raw` makes it";
+            draft.refused(code.line, code.tag(), why);
+        }
+        if let Some(code) = loader.filter(|code| code.get("stateless") == "yes") {
+            draft.changed(code.line, code.tag(), "it has variables of its own, which stay");
+        }
+        let template = os.child_get("nvram", "template");
+        let is_raw = os.child_get("nvram", "templateFormat") != "qcow2";
+        if is_new && is_raw && !template.is_empty() {
+            draft.variables_from(template.into());
+        }
         let boot = if secure { "UEFI with secure boot" } else { "UEFI" };
         draft.taken(line, format!("{boot}, its variables in {}", variables.display()));
-    } else if let Some(loader) = loader.filter(|loader| loader.get("type") == "rom") {
+    } else if let Some(loader) = loader.filter(|loader| !loader.text.is_empty()) {
+        // Without a type it is one.
         draft.argument("-bios", loader.text.clone());
+        draft.taken(loader.line, format!("firmware {}", loader.text));
     }
     for part in &os.children {
         match &part.name[..] {
@@ -156,10 +172,31 @@ fn os(draft: &mut Draft<'_>, os: &Element) {
             _ => draft.refused(part.line, part.tag(), "it is not known"),
         }
     }
-    let first = os.child("boot").filter(|boot| !matches!(boot.get("dev"), "hd" | ""));
-    if let Some(boot) = first {
-        draft.changed(boot.line, boot.tag(), "it boots from its disks, in their order");
+    let boots = os.children.iter().filter(|part| part.name == "boot");
+    for (n, boot) in boots.enumerate() {
+        // A CD-ROM drive is one of the disks.
+        let fits = matches!((n, boot.get("dev")), (_, "hd" | "") | (1.., "cdrom"));
+        if !fits {
+            draft.changed(boot.line, boot.tag(), "it boots from its disks, in their order");
+        }
     }
+}
+
+/// Where a firmware's variables are; none if they are to be made.
+fn variables(draft: &mut Draft<'_>, store: &Element) -> Option<PathBuf> {
+    let why = match (store.get("type"), store.get("format")) {
+        ("" | "file", "qcow2") => {
+            "the firmware's variables must be raw: `qemu-img convert -O raw` makes them"
+        }
+        ("" | "file", _) => {
+            let named = [&*store.text, store.child_get("source", "file")];
+            let named = named.into_iter().find(|path| !path.is_empty());
+            return named.map(PathBuf::from);
+        }
+        _ => "the firmware's variables must be in a file: copy them to one of their own size",
+    };
+    draft.refused(store.line, store.tag(), why);
+    None
 }
 
 fn clock(draft: &mut Draft<'_>, clock: &Element) {
@@ -178,6 +215,7 @@ fn clock(draft: &mut Draft<'_>, clock: &Element) {
         match (name, timer.get("tickpolicy"), present) {
             ("rtc", "catchup", _) => draft.argument("-global", "mc146818rtc.lost_tick_policy=slew"),
             ("hypervclock", _, "yes") => draft.flags.push("hv-time=on".to_owned()),
+            ("tsc", ..) => draft.left_out(timer.line, timer.tag(), "it counts as the host's does"),
             ("pit", "delay" | "", _) | ("rtc", "delay" | "", _) | (_, _, "yes") => {}
             ("hpet", _, "no") => {
                 draft.changed(timer.line, timer.tag(), "it has one, and seldom takes it");
@@ -199,10 +237,11 @@ fn power(draft: &mut Draft<'_>, power: &Element) {
 }
 
 /// What accelerates the domain.
-fn accelerator(domain: &Element) -> AcceleratorChoice {
+fn accelerator(domain: &Element) -> Result<AcceleratorChoice, (usize, String)> {
     match domain.get("type") {
-        "qemu" => AcceleratorChoice::Tcg,
-        _ => AcceleratorChoice::Auto,
+        "qemu" => Ok(AcceleratorChoice::Tcg),
+        "kvm" | "" => Ok(AcceleratorChoice::Auto),
+        other => Err((domain.line, format!("it is of {other}: only QEMU's are protected"))),
     }
 }
 

@@ -6,7 +6,7 @@ mod device;
 use crate::draft::Draft;
 use crate::{Import, Surroundings};
 use understudy_qemu::VmDefinition;
-use understudy_qemu::definition::{MemorySize, Topology, Vga, VirtioInterface};
+use understudy_qemu::definition::{AcceleratorChoice, MemorySize, Topology, Vga, VirtioInterface};
 
 /// One line: a key and what it is.
 #[derive(Clone, Copy)]
@@ -32,6 +32,13 @@ impl<'a> Line<'a> {
     fn option(&self, name: &str) -> &'a str {
         let options = self.value.split(',').filter_map(|part| part.split_once('='));
         options.filter(|(key, _)| *key == name).map(|(_, value)| value).next().unwrap_or_default()
+    }
+
+    /// Its options that are none of these, as they stand in the text.
+    fn beside(&self, known: &[&str]) -> Vec<String> {
+        let options = self.value.split(',').filter(|part| part.contains('='));
+        let key = |part: &&str| part.split('=').next().unwrap_or_default().to_owned();
+        options.filter(|part| !known.contains(&&*key(part))).map(str::to_owned).collect()
     }
 
     /// What the value begins with, before its options.
@@ -70,17 +77,84 @@ fn read(text: &str, surroundings: &Surroundings) -> Result<Import, (usize, Strin
         draft.named(line.number, line.value);
     }
     machine(&mut draft, find("machine"));
-    let boot = find("boot").map_or("", |line| line.option("order"));
-    let mut order: Vec<&str> = boot.split(';').collect();
-    order.retain(|key| !key.is_empty());
+    let order = boot_order(&mut draft, find("boot"), find("bootdisk"));
     // Disks boot in the order of the definition.
     let mut ordered = lines.clone();
     ordered.sort_by_key(|line| order.iter().position(|key| *key == line.key).unwrap_or(usize::MAX));
     for line in &ordered {
         part(&mut draft, line, find);
     }
+    windows(&mut draft, find);
     tablet(&mut draft, find("tablet"), find("vga"));
+    if find("balloon").is_none_or(|line| line.value != "0") {
+        let line = find("balloon").map_or(1, |line| line.number);
+        let why = "the guest has all of its memory";
+        draft.left_out(line, "the memory balloon, which Proxmox gives without saying so", why);
+    }
     Ok(draft.finish())
+}
+
+/// The keys of what the guest boots from, first ones first.
+fn boot_order<'a>(
+    draft: &mut Draft<'_>,
+    boot: Option<Line<'a>>,
+    disk: Option<Line<'a>>,
+) -> Vec<&'a str> {
+    let order = boot.map_or("", |line| line.option("order"));
+    let why = "it boots from its disks, in their order";
+    match boot.filter(|line| !line.value.is_empty()) {
+        Some(line) if order.split(';').any(|key| key.starts_with("net")) => {
+            draft.changed(line.number, line.text(), why);
+        }
+        // As it was written once: letters for kinds of devices.
+        Some(line) if order.is_empty() && !line.option("legacy").is_empty() => {
+            draft.changed(line.number, line.text(), why);
+        }
+        Some(line) if order.is_empty() && !line.value.starts_with('c') => {
+            draft.changed(line.number, line.text(), why);
+        }
+        _ => {}
+    }
+    let legacy = disk.filter(|_| order.is_empty()).map_or("", |line| line.value);
+    order.split(';').chain([legacy]).filter(|key| !key.is_empty()).collect()
+}
+
+/// What Proxmox gives a Windows of these versions under KVM.
+const WINDOWS: [&str; 4] = ["win7", "win8", "win10", "win11"];
+const ENLIGHTENMENTS: [&str; 10] = [
+    "hv-spinlocks=0x1fff",
+    "hv-vapic=on",
+    "hv-time=on",
+    "hv-reset=on",
+    "hv-vpindex=on",
+    "hv-runtime=on",
+    "hv-relaxed=on",
+    "hv-synic=on",
+    "hv-stimer=on",
+    "hv-ipi=on",
+];
+
+/// What the kind of the guest's system means.
+fn windows<'a>(draft: &mut Draft<'_>, find: impl Fn(&str) -> Option<Line<'a>>) {
+    let Some(line) = find("ostype") else { return };
+    let plain = ["l26", "other", ""];
+    if plain.contains(&line.value) {
+        return;
+    }
+    if !WINDOWS.contains(&line.value) {
+        let why = "what Proxmox sets for it is not carried over: compare with `qm showcmd`";
+        return draft.left_out(line.number, line.text(), why);
+    }
+    if find("localtime").is_none() {
+        draft.argument("-rtc", "base=localtime");
+    }
+    let is_uefi = find("bios").is_some_and(|bios| bios.value == "ovmf");
+    let is_kvm = find("kvm").is_none_or(|kvm| kvm.value != "0");
+    if is_kvm && !(is_uefi && line.value == "win7") {
+        draft.flags.extend(ENLIGHTENMENTS.map(str::to_owned));
+    }
+    let why = "a clock in local time, and what Windows is offered; the machine has an HPET";
+    draft.changed(line.number, line.text(), why);
 }
 
 /// What every VM has; what is not said is Proxmox's default.
@@ -141,6 +215,7 @@ fn machine(draft: &mut Draft<'_>, line: Option<Line<'_>>) {
     if !line.option("viommu").is_empty() {
         draft.refused(line.number, line.text(), "a virtual IOMMU is not proven");
     }
+    draft.rest(line.number, line.key, &line.beside(&["type", "viommu"]));
     draft.taken(line.number, format!("machine {kind}"));
 }
 
@@ -170,23 +245,48 @@ fn tablet(draft: &mut Draft<'_>, line: Option<Line<'_>>, vga: Option<Line<'_>>) 
 fn part<'a>(draft: &mut Draft<'_>, line: &Line<'_>, find: impl Fn(&str) -> Option<Line<'a>>) {
     let (number, text) = (line.number, line.text());
     match line.key {
+        // Read before, or by Proxmox alone.
         "name" | "cores" | "sockets" | "memory" | "machine" | "boot" | "bootdisk" | "meta"
-        | "description" | "tags" | "ostype" | "scsihw" | "protection" | "template"
-        | "startup" | "parent" | "digest" | "acpi" | "kvm" | "vmstatestorage" => {}
+        | "description" | "tags" | "ostype" | "scsihw" | "parent" | "digest" | "tablet"
+        | "vmstatestorage" => {}
+        "acpi" if line.value == "0" => draft.changed(number, text, "it has ACPI"),
+        "kvm" if line.value == "0" => {
+            draft.vm.accel = AcceleratorChoice::Tcg;
+            draft.taken(number, text);
+        }
+        "template" if line.value == "1" => {
+            draft.refused(number, text, "its disks are others' templates: import a clone of it");
+        }
+        "protection" | "startup" => {
+            draft.left_out(number, text, "nothing keeps a VM from being ended, or orders starts");
+        }
+        "acpi" | "kvm" | "template" => {}
         "cpu" => device::processor(draft, line),
         "onboot" => draft.vm.autostart = line.value == "1",
         "smbios1" => {
             if !line.option("uuid").is_empty() {
                 draft.argument("-uuid", line.option("uuid"));
             }
+            let rest = line.beside(&["uuid", "base64"]);
+            if !rest.is_empty() {
+                let what = format!("{}, {}", line.key, rest.join(" "));
+                draft.left_out(number, what, "add `-smbios` to qemu_args, if the guest reads it");
+            }
         }
         "bios" if line.value == "ovmf" => device::uefi(draft, line, find("efidisk0")),
-        "bios" | "efidisk0" => {}
-        "agent" => {
-            draft.vm.guest_agent = !matches!(line.subject(), "0" | "enabled=0");
-            draft.taken(number, "the channel of the guest's agent");
+        "efidisk0" if find("bios").is_none_or(|bios| bios.value != "ovmf") => {
+            draft.left_out(number, text, "a BIOS has no variables");
         }
-        "tablet" => {}
+        "bios" | "efidisk0" => {}
+        "agent" if line.option("type") == "isa" => {
+            draft.refused(number, text, "the agent's channel is virtio's here: set type=virtio");
+        }
+        "agent" if matches!(line.subject(), "0" | "enabled=0") => {}
+        "agent" => {
+            draft.vm.guest_agent = true;
+            draft.taken(number, "the channel of the guest's agent");
+            draft.rest(number, line.key, &line.beside(&["enabled", "type"]));
+        }
         "vga" => device::video(draft, line),
         "serial0" if line.value == "socket" => {
             draft.vm.console = true;
@@ -206,6 +306,7 @@ fn part<'a>(draft: &mut Draft<'_>, line: &Line<'_>, find: impl Fn(&str) -> Optio
                 source => source,
             };
             draft.random_numbers(number, file, "");
+            draft.rest(number, line.key, &line.beside(&["source"]));
         }
         "tpmstate0" => draft.refused(
             number,
@@ -214,7 +315,12 @@ fn part<'a>(draft: &mut Draft<'_>, line: &Line<'_>, find: impl Fn(&str) -> Optio
              definition, if the guest keeps no secrets in it",
         ),
         "args" => draft.refused(number, text, "write what it adds into qemu_args yourself"),
-        key if key.starts_with("unused") || key.starts_with("ipconfig") => {}
+        key if key.starts_with("unused") => {
+            draft.left_out(number, text, "it stays where it is, and the guest has not had it");
+        }
+        key if key.starts_with("ipconfig") => {
+            draft.left_out(number, text, "what cloud-init has done in the guest stays");
+        }
         key if key.starts_with("audio") => {
             draft.left_out(number, text, "a protected VM makes no sound");
         }

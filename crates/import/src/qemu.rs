@@ -35,6 +35,13 @@ impl Argument {
         properties.filter(|(key, _)| *key == name).map(|(_, value)| value).next_back().unwrap_or("")
     }
 
+    /// Its properties that are none of these, as they stand on the command line.
+    fn beside(&self, known: &[&str]) -> Vec<String> {
+        let properties = self.value.split(',').filter(|part| part.contains('='));
+        let key = |part: &&str| part.split('=').next().unwrap_or_default().to_owned();
+        properties.filter(|part| !known.contains(&&*key(part))).map(str::to_owned).collect()
+    }
+
     /// The first of these properties that there is; else what the value begins with.
     fn named(&self, names: &[&str]) -> &str {
         let found = names.iter().map(|name| self.get(name)).find(|value| !value.is_empty());
@@ -143,13 +150,24 @@ fn processors(vm: &mut VmDefinition, smp: &Argument) -> Result<(), String> {
 fn apply(draft: &mut Draft<'_>, argument: &Argument) {
     let (text, value) = (argument.text(), argument.value.clone());
     match &argument.option[..] {
-        // Read before, or with the devices; and what Understudy does itself.
-        "-name" | "-m" | "-smp" | "-drive" | "-cdrom" | "-device" | "-netdev" | "-nic" | "-S"
-        | "-nodefaults" | "-no-user-config" | "-no-shutdown" | "-daemonize" | "-pidfile"
-        | "-monitor" | "-qmp" | "-mon" | "-chardev" | "-tpmdev" | "-sandbox" | "-runas"
-        | "-msg" | "-D" | "-L" | "-action" => {}
+        // Read before, or with the devices.
+        "-drive" | "-cdrom" | "-device" | "-netdev" | "-nic" | "-nodefaults"
+        | "-no-user-config" => {}
+        "-name" => draft.rest(LINE, "-name", &argument.beside(&["guest"])),
+        "-m" => draft.rest(LINE, "-m", &argument.beside(&["size"])),
+        "-smp" => {
+            let known = ["cpus", "sockets", "dies", "cores", "threads"];
+            draft.rest(LINE, "-smp", &argument.beside(&known));
+        }
+        "-S" | "-no-shutdown" | "-daemonize" | "-pidfile" | "-monitor" | "-qmp" | "-mon"
+        | "-chardev" | "-tpmdev" | "-sandbox" | "-runas" | "-msg" | "-D" | "-L" | "-action" => {
+            draft.left_out(LINE, text, "Understudy itself starts and controls QEMU");
+        }
         "-machine" | "-M" => machine(draft, argument),
-        "-accel" => accelerator(draft, argument.subject(), &text),
+        "-accel" => {
+            accelerator(draft, argument.named(&["accel"]), &text);
+            draft.rest(LINE, "-accel", &argument.beside(&["accel"]));
+        }
         "-enable-kvm" => accelerator(draft, "kvm", &text),
         "-cpu" if matches!(argument.subject(), "host" | "max") => {
             draft.processor_of_host(LINE, text);
@@ -201,7 +219,13 @@ fn machine(draft: &mut Draft<'_>, argument: &Argument) {
     for part in argument.value.split(',').filter_map(|part| part.split_once('=')) {
         match part {
             ("accel", kind) => accelerator(draft, kind, &argument.text()),
-            ("smm" | "vmport" | "usb" | "dump-guest-core" | "mem-merge" | "type" | "hpet" | "graphics", _)
+            ("usb", "on") => draft.vm.qemu_args.push("-usb".to_owned()),
+            ("hpet" | "vmport" | "graphics", "off") => {
+                draft.changed(LINE, format!("-machine {}={}", part.0, part.1), "it has one");
+            }
+            ("smm" | "vmport" | "usb" | "type" | "hpet" | "graphics", _)
+            // How the host does its work.
+            | ("dump-guest-core" | "mem-merge", _)
             // What libvirt and scripts name for what the definition has fields for.
             | ("memory-backend" | "pflash0" | "pflash1", _) => {}
             (name, _) => draft.refused(LINE, argument.text(), format!("its property {name} is not known")),

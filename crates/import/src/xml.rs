@@ -38,6 +38,14 @@ impl Element {
         self.child(name).map_or("", |child| &child.text)
     }
 
+    /// Its attributes that are none of these, as they stand in the text.
+    pub(crate) fn beside(&self, known: &[&str]) -> Vec<String> {
+        let others = self.attributes.iter().filter(|(name, _)| !known.contains(&&**name));
+        // What names a space says nothing by itself.
+        let others = others.filter(|(name, _)| !name.starts_with("xmlns"));
+        others.map(|(name, value)| format!("{name}='{value}'")).collect()
+    }
+
     /// As its first tag stands in the text.
     pub(crate) fn tag(&self) -> String {
         let attributes = self.attributes.iter().map(|(name, value)| format!(" {name}='{value}'"));

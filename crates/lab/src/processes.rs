@@ -85,10 +85,11 @@ pub(crate) fn signal_all(pids: &[u32], signal: Signal) -> Result<()> {
     Ok(())
 }
 
-/// Waits until none of the processes executes any more.
+/// Waits until none of the processes has anything any more: its files, its locks among them, until the last of its threads
+/// has ended.
 pub(crate) fn wait_until_gone(pids: &[u32]) -> Result<()> {
     wait_for("the killed processes to be gone", DEATH_LIMIT, || {
-        Ok((!pids.iter().any(|&pid| runs(pid))).then_some(()))
+        Ok(pids.iter().all(|&pid| all_threads(pid, "ZX")).then_some(()))
     })
 }
 
@@ -104,12 +105,17 @@ pub(crate) fn stop_all(pids: &[u32]) -> Result<()> {
 /// Whether no thread of a process executes, or would before it takes the signal: one that waits in
 /// the kernel ('D') takes it on its way out.
 fn stands_still(pid: u32) -> bool {
+    all_threads(pid, "TDZX")
+}
+
+/// Whether all threads of a process are in one of these states.
+fn all_threads(pid: u32, wanted: &str) -> bool {
     let Ok(threads) = fs::read_dir(format!("/proc/{pid}/task")) else { return true };
     let mut states = threads.flatten().filter_map(|thread| {
         let stat = fs::read_to_string(thread.path().join("stat")).ok()?;
         fields(&stat)?.next()?.chars().next()
     });
-    states.all(|state| matches!(state, 'T' | 'D' | 'Z' | 'X'))
+    states.all(|state| wanted.contains(state))
 }
 
 #[cfg(test)]

@@ -24,13 +24,13 @@ mod calls;
 mod control;
 pub mod events;
 mod guesses;
-mod idle;
 mod jobs;
 mod kept;
 mod name;
 mod openapi;
 mod page;
 pub mod remote;
+pub mod room;
 mod snapshots;
 
 pub use access::Guard;
@@ -50,7 +50,7 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use std::sync::Arc;
-use tokio::task::spawn_blocking;
+use std::sync::atomic::{AtomicBool, Ordering};
 use understudy_client::{ErrorBody, Subject};
 use understudy_daemon::containment;
 use understudy_protocol::{GroupName, VmName};
@@ -71,6 +71,17 @@ type Answer<T> = Result<Json<T>, ApiError>;
 pub struct Api {
     host: Arc<dyn Control>,
     jobs: Arc<Jobs>,
+    ending: Ending,
+}
+
+/// Whether whoever waits for something to happen is to be answered now, since the API ends.
+#[derive(Clone, Default)]
+struct Ending(Arc<AtomicBool>);
+
+impl Ending {
+    fn has_begun(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
 }
 
 impl FromRef<Api> for Arc<dyn Control> {
@@ -85,10 +96,21 @@ impl FromRef<Api> for Arc<Jobs> {
     }
 }
 
+impl FromRef<Api> for Ending {
+    fn from_ref(api: &Api) -> Ending {
+        api.ending.clone()
+    }
+}
+
 impl Api {
     /// That of this host.
     pub fn new(host: Arc<dyn Control>) -> Api {
-        Api { host, jobs: Arc::default() }
+        Api { host, jobs: Arc::default(), ending: Ending::default() }
+    }
+
+    /// Answers those who wait for events: it ends.
+    pub fn end_waits(&self) {
+        self.ending.0.store(true, Ordering::Release);
     }
 
     /// Its routes, behind this guard.
@@ -238,7 +260,7 @@ where
     T: Send + 'static,
     F: FnOnce() -> Result<T, HostError> + Send + 'static,
 {
-    match spawn_blocking(move || containment::request(call)).await {
+    match room::call(move || containment::request(call)).await {
         Ok(Some(result)) => Ok(result?),
         Ok(None) | Err(_) => {
             let message = "the daemon failed on this request: its log says where, please report it";

@@ -8,6 +8,7 @@
 //! | [`cli`]      | the grammar of the command line |
 //! | [`commands`] | what each subcommand does |
 //! | [`api`]      | the daemon's HTTP API |
+//! | [`door`]     | how it is reached over the network |
 //! | [`socket`]   | the unix socket it listens on |
 //! | [`service_manager`] | what systemd is told |
 //! | [`doctor`]   | checks of this machine |
@@ -17,6 +18,7 @@ mod api;
 mod cli;
 mod commands;
 mod doctor;
+mod door;
 mod metrics;
 mod service_manager;
 mod socket;

@@ -9,7 +9,9 @@ mod kept;
 
 pub use kept::KeptPage;
 
-use crate::api::Control;
+use crate::api::{Control, room};
+use crate::door::patient::Patience;
+use crate::door::{Asked, Caller, Door, Greeted, Seats};
 use axum::Router;
 use axum::extract::State;
 use axum::http::header::CONTENT_TYPE;
@@ -21,9 +23,10 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
+use std::future::ready;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use tokio::task::spawn_blocking;
+use tokio::net::TcpListener;
 use understudy_report::Meters;
 use understudy_report::{
     ArbiterReport, ComparisonCounts, HostStatus, InboundReport, OutboundReport, PathReport,
@@ -34,14 +37,20 @@ const FORMAT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8
 
 type Labels = Vec<(&'static str, String)>;
 
-/// The route of the metrics, alone.
-pub fn router(host: Arc<dyn Control>) -> Router {
-    Router::new().route("/metrics", get(answer)).with_state(host)
+/// Serves the metrics, and nothing else, to whoever reaches the listener, until the daemon ends.
+pub fn serve(listener: TcpListener, host: Arc<dyn Control>) {
+    let router = Router::new().route("/metrics", get(answer)).with_state(host);
+    let nameless: Asked = Arc::new(|| Caller::Nameless);
+    let door = Door { seats: Seats::default(), patience: Patience::default() };
+    door.serve(listener, router, move |socket| {
+        let greeted: Greeted = (Box::new(socket), nameless.clone());
+        ready(Some(greeted))
+    });
 }
 
 /// The page of metrics.
 pub async fn answer(State(host): State<Arc<dyn Control>>) -> Response {
-    match spawn_blocking(move || text(&host.status(), &host.meters(), &host.kept_pages())).await {
+    match room::call(move || text(&host.status(), &host.meters(), &host.kept_pages())).await {
         Ok(text) => ([(CONTENT_TYPE, FORMAT)], text).into_response(),
         Err(error) => {
             let message = format!("the daemon failed on this request: {error}\n");

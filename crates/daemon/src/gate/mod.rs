@@ -9,7 +9,7 @@ pub mod authorize;
 pub mod lobby;
 
 use crate::containment;
-use crate::host::Host;
+use crate::host::{ADDRESS_PATIENCE, Host};
 use crate::incoming;
 use crate::keeper::Passed;
 use lobby::Lobby;
@@ -28,6 +28,24 @@ use understudy_report::error::{ErrorKind, HostError};
 
 /// Before the next try when the system has no descriptor, thread or memory; doubled each time.
 const BACK_OFF: [Duration; 2] = [Duration::from_millis(10), Duration::from_secs(1)];
+
+/// Waits for an address that a daemon which has just ended still has.
+pub(crate) fn bind(address: &SocketAddr) -> Result<TcpListener, HostError> {
+    let deadline = Instant::now() + ADDRESS_PATIENCE;
+    let error = loop {
+        match TcpListener::bind(address) {
+            Ok(listener) => return Ok(listener),
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            Err(error) => break error,
+        }
+    };
+    let message = format!(
+        "cannot listen on {address}: {error}; is another daemon running, or the address not this host's?"
+    );
+    Err(HostError::new(ErrorKind::Conflict, message))
+}
 
 /// Accepts connections for as long as the host lives.
 pub fn listen(host: &Arc<Host>, listener: TcpListener) -> Result<(), HostError> {

@@ -3,9 +3,7 @@
 //! The file is written in place and never removed, since the lock is that of the file.
 
 use super::legacy;
-use nix::errno::Errno;
-use nix::fcntl::{FcntlArg, fcntl};
-use nix::libc;
+use crate::file_lock;
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
@@ -90,7 +88,7 @@ pub enum Found {
 pub fn look(directory: &Path) -> Found {
     let path = directory.join(FILE);
     let examined = File::open(&path).and_then(|mut file| {
-        let is_locked = is_locked(&file)?;
+        let is_locked = file_lock::is_taken(&file)?;
         let mut text = Vec::new();
         file.read_to_end(&mut text)?;
         Ok((is_locked, text))
@@ -166,12 +164,8 @@ impl Claim {
             .mode(0o600)
             .open(&path)
             .map_err(cannot)?;
-        match fcntl(&file, FcntlArg::F_OFD_SETLK(&exclusive())) {
-            Ok(_) => {}
-            Err(Errno::EAGAIN | Errno::EACCES) => {
-                return Err(conflict(format!("{vm} has a keeper on host {host} already")));
-            }
-            Err(errno) => return Err(cannot(errno.into())),
+        if !file_lock::try_take(&file).map_err(cannot)? {
+            return Err(conflict(format!("{vm} has a keeper on host {host} already")));
         }
         let note = Note {
             protocol: PROTOCOL,
@@ -199,23 +193,6 @@ impl Claim {
         self.file.write_all(&text)?;
         // Not before: without a word it would be taken for a keeper that is just starting.
         self.file.set_len(text.len() as u64)
-    }
-}
-
-fn is_locked(file: &File) -> io::Result<bool> {
-    let mut lock = exclusive();
-    fcntl(file, FcntlArg::F_OFD_GETLK(&mut lock))?;
-    Ok(lock.l_type != libc::F_UNLCK as libc::c_short)
-}
-
-/// A lock of all of a file.
-fn exclusive() -> libc::flock {
-    libc::flock {
-        l_type: libc::F_WRLCK as libc::c_short,
-        l_whence: libc::SEEK_SET as libc::c_short,
-        l_start: 0,
-        l_len: 0,
-        l_pid: 0,
     }
 }
 

@@ -1,6 +1,7 @@
 //! How the daemon starts a keeper, and the VM in it.
 
 use super::note::Program;
+use super::order::Follower;
 use super::{Keeper, SOCKET};
 use crate::arrivals::Arrival;
 use crate::host::Host;
@@ -46,41 +47,67 @@ impl Host {
         definition: &VmDefinition,
         start: impl FnOnce(&Path) -> Result<T, HostError>,
     ) -> Result<T, HostError> {
-        // Names, cards and memory are this host's, which only the daemon sees as a whole.
-        let _adding = self.adding.lock();
         let name = &definition.name;
-        self.make_way(definition)?;
-        let group = self.group_of(name);
-        if let Some(shared) = group.as_ref().and_then(|group| self.keeper_of_group(group)) {
-            return self.start_in(&shared, name, start);
+        // Names, cards and memory are this host's, which only the daemon sees as a whole. They are the VM's from here on, so
+        // that others need not wait for its start.
+        let arrival = {
+            let _adding = self.adding.lock();
+            self.make_way(definition)?;
+            Arrival::expect(&self.arrivals, &self.config.name, definition)
+        };
+        let (mut follower, socket) = self.keeper_to_start_in(name)?;
+        let reached = match &mut follower {
+            Follower::New(process) => await_socket(process, name, &socket),
+            Follower::OfGroup => Ok(()),
+        };
+        match reached.and_then(|()| start(&socket)) {
+            Ok(started) => {
+                arrival.goes_to_keeper();
+                self.keep_place(follower, arrival);
+                Ok(started)
+            }
+            Err(error) => {
+                self.dismiss(follower, name);
+                // It lets go of a name for which it has no VM.
+                self.await_last_keeper(name);
+                Err(error)
+            }
         }
-        let socket = self.keeper_socket(name);
-        let group = group.as_ref().map(|group| &group.name);
-        let mut keeper = self.spawn_keeper(name, group, Stdio::null(), &[])?;
-        let started = await_socket(&mut keeper, name, &socket).and_then(|()| start(&socket));
-        if started.is_err() {
-            self.end(keeper, name);
-            return started;
-        }
-        self.vms.lock().remove(name);
-        reap_aside(keeper, name);
-        started
     }
 
-    /// Starts a VM in the keeper of its group.
-    fn start_in<T>(
-        &self,
-        keeper: &Keeper,
-        vm: &VmName,
-        start: impl FnOnce(&Path) -> Result<T, HostError>,
-    ) -> Result<T, HostError> {
-        let started = start(keeper.reachable()?);
-        match &started {
-            Ok(_) => drop(self.vms.lock().remove(vm)),
-            // It lets go of a name for which it has no VM.
-            Err(_) => self.await_last_keeper(vm),
+    /// The keeper in which a VM is to be started, and its socket: that of its group, or a new one.
+    fn keeper_to_start_in(&self, vm: &VmName) -> Result<(Follower, PathBuf), HostError> {
+        // Of two members that come at once the second finds the keeper of the first.
+        let _adding = self.adding.lock();
+        let group = self.group_of(vm);
+        if let Some(shared) = group.as_ref().and_then(|group| self.keeper_of_group(group)) {
+            return Ok((Follower::OfGroup, shared.reachable()?.clone()));
         }
-        started
+        let socket = self.keeper_socket(vm);
+        let name = group.as_ref().map(|group| &group.name);
+        let mut process = self.spawn_keeper(vm, name, Stdio::null(), &[])?;
+        if group.is_some() {
+            // If it ends, whoever wants to start the VM in it finds that out.
+            let _ = await_socket(&mut process, vm, &socket);
+        }
+        Ok((Follower::New(process), socket))
+    }
+
+    /// Has a keeper end in which a VM was not started, and what it may have of it, unless others of its group are in it,
+    /// or about to be.
+    fn dismiss(&self, follower: Follower, vm: &VmName) {
+        let Follower::New(process) = follower else { return };
+        // Nobody finds it meanwhile.
+        let _adding = self.adding.lock();
+        let group = self.group_of(vm).map(|group| group.vms).unwrap_or_default();
+        let is_in_it = |other: &VmName| {
+            let keeper = self.keeper_of(other).and_then(|keeper| keeper.pid);
+            keeper == Some(process.id()) || self.arrivals.is_expected(other)
+        };
+        if !group.iter().any(|other| other != vm && is_in_it(other)) {
+            tell_to_end(&process);
+        }
+        reap_aside(process, vm);
     }
 
     /// Whether a keeper is to back up what is offered. A group has that of its leader.
@@ -175,7 +202,7 @@ impl Host {
 
     /// Has a keeper end what it may have started, in order, and waits a moment for it.
     fn end(&self, keeper: Child, vm: &VmName) {
-        let _ = kill(Pid::from_raw(keeper.id() as i32), Signal::SIGTERM);
+        tell_to_end(&keeper);
         reap_aside(keeper, vm);
         self.await_last_keeper(vm);
     }
@@ -234,6 +261,10 @@ pub(super) fn await_socket(
         thread::sleep(LOOK);
     }
     Ok(())
+}
+
+fn tell_to_end(keeper: &Child) {
+    let _ = kill(Pid::from_raw(keeper.id() as i32), Signal::SIGTERM);
 }
 
 /// Waits for the end of a keeper in a thread. Without it an ended one stays in the process table for as

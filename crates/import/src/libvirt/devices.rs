@@ -1,6 +1,6 @@
 //! `<devices>`.
 
-use super::{disks, pci};
+use super::{disks, pci, rest};
 use crate::draft::Draft;
 use crate::xml::Element;
 use understudy_network::{FIRST_VLAN, LAST_VLAN, VlanSet, Vlans};
@@ -18,11 +18,21 @@ pub(super) fn devices(draft: &mut Draft<'_>, devices: &Element) {
     if !usb && devices.children.iter().any(|device| device.get("bus") == "usb") {
         draft.device("qemu-xhci,id=usb");
     }
-    others.for_each(|it| device(draft, it));
+    // Disks boot in the order of the definition.
+    let mut ordered: Vec<&Element> = others.collect();
+    ordered.sort_by_key(|it| it.child_get("boot", "order").parse::<u32>().unwrap_or(u32::MAX));
+    let screen = devices.child("video");
+    for it in ordered {
+        match it.name == "video" && screen.is_none_or(|first| !std::ptr::eq(first, it)) {
+            true => draft.left_out(it.line, it.tag(), "a guest has one screen here"),
+            false => device(draft, it),
+        }
+    }
 }
 
 fn device(draft: &mut Draft<'_>, device: &Element) {
     let (line, tag) = (device.line, device.tag());
+    rest::of_device(draft, device);
     match &device.name[..] {
         "emulator" => {}
         "disk" => disks::disk(draft, device),
@@ -43,6 +53,7 @@ fn device(draft: &mut Draft<'_>, device: &Element) {
         "sound" | "audio" => draft.left_out(line, tag, "a protected VM makes no sound"),
         "redirdev" => draft.left_out(line, tag, "nothing is plugged into a protected VM"),
         "parallel" => draft.left_out(line, tag, "its output would not be held"),
+        "smartcard" => draft.left_out(line, tag, "it is in a reader of this host's"),
         "tpm" => tpm(draft, device),
         "hostdev" => draft.refused(line, tag, "it is hardware of this host, and cannot move"),
         "filesystem" => {
@@ -102,7 +113,13 @@ fn controller(draft: &mut Draft<'_>, controller: &Element) {
             draft.refused(controller.line, controller.tag(), why);
         }
         // Made with what is on them.
-        "scsi" | "sata" | "ide" | "virtio-serial" | "fdc" => {}
+        kind @ ("scsi" | "virtio-serial") => {
+            if controller.child_get("address", "type") == "pci" {
+                let why = "it is made with what is on it, at another place on the PCI bus";
+                draft.changed(controller.line, format!("<controller type='{kind}'>"), why);
+            }
+        }
+        "sata" | "ide" | "fdc" => {}
         _ => draft.refused(controller.line, controller.tag(), "it is not known"),
     }
 }
@@ -148,6 +165,10 @@ fn card(draft: &mut Draft<'_>, card: &Element) {
     let Ok(address) = mac.parse() else {
         return draft.refused(card.line, what, "it needs a <mac>: without one it would change");
     };
+    if card.child("virtualport").is_some() || card.child("teaming").is_some() {
+        let why = "only a card on a bridge of Linux's own has its output held";
+        return draft.refused(card.line, what, why);
+    }
     let source = |name: &str| card.child_get("source", name).to_owned();
     let bridge = match (card.get("type"), source("network")) {
         ("bridge", _) => source("bridge"),
@@ -195,6 +216,10 @@ fn card(draft: &mut Draft<'_>, card: &Element) {
     };
     let pci = pci::place(draft, card);
     draft.taken(card.line, format!("{what} on {bridge}"));
+    if mtu.is_some() && model != CardModel::VirtioNet {
+        let why = "only a virtio card tells the guest how long packets may be";
+        draft.left_out(card.line, format!("{what}, <mtu>"), why);
+    }
     let mtu = mtu.filter(|_| model == CardModel::VirtioNet);
     let new = CardDefinition::new(address, &bridge, model);
     draft.in_vlans(card.line, CardDefinition { mtu, pci, ..new }, vlans);
@@ -211,19 +236,32 @@ fn card_rest(draft: &mut Draft<'_>, card: &Element, what: &str) {
             "link" if part.get("state") == "down" => {
                 draft.changed(part.line, what, "its link is up");
             }
+            "boot" => draft.changed(part.line, what, "it boots from its disks, in their order"),
+            "acpi" => draft.changed(part.line, what, "the guest may call the card otherwise"),
+            "port" if part.get("isolated") == "yes" => {
+                let why = "other guests on the bridge reach it: filter there";
+                draft.left_out(part.line, what, why);
+            }
+            "source" if !part.get("portgroup").is_empty() => {
+                let why = "what libvirt's network says of the group is not carried over: its VLAN is `vlan` of the card";
+                draft.left_out(part.line, what, why);
+            }
             _ => {}
         }
     }
 }
 
 fn console(draft: &mut Draft<'_>, port: &Element) {
+    let kind = port.child_get("target", "type");
     let first = matches!(port.child_get("target", "port"), "" | "0");
-    if !first {
+    if !first || !matches!(kind, "" | "serial" | "isa-serial") {
         let why = "a guest has one serial port here, its console";
         return draft.left_out(port.line, port.tag(), why);
     }
-    if !draft.vm.console {
-        draft.taken(port.line, "a serial port: `understudy vm console`");
+    match port.get("type") {
+        "pty" | "" if draft.vm.console => {}
+        "pty" | "" => draft.taken(port.line, "a serial port: `understudy vm console`"),
+        _ => draft.changed(port.line, port.tag(), "a serial port: `understudy vm console`"),
     }
     draft.vm.console = true;
 }
@@ -274,6 +312,8 @@ fn graphics(draft: &mut Draft<'_>, graphics: &Element) {
 
 fn video(draft: &mut Draft<'_>, video: &Element) {
     let Some(model) = video.child("model") else { return };
+    let known = ["type", "heads", "primary", "ram", "vram", "vram64", "vgamem"];
+    rest::of_part(draft, model, "video", &known);
     if model.child_get("acceleration", "accel3d") == "yes" {
         return draft.refused(model.line, model.tag(), "3D is drawn by this host's hardware");
     }
@@ -306,6 +346,9 @@ fn rng(draft: &mut Draft<'_>, rng: &Element) {
     let file = rng.child_text("backend");
     if rng.child_get("backend", "model") == "egd" {
         return draft.refused(rng.line, rng.tag(), "random numbers come from the host only");
+    }
+    if let Some(rate) = rng.child("rate") {
+        draft.left_out(rate.line, rate.tag(), "nothing bounds it");
     }
     let file = if file.is_empty() { "/dev/urandom" } else { file };
     let options = pci::options(draft, rng);

@@ -1,6 +1,6 @@
 //! Disks and CD-ROM drives.
 
-use super::pci;
+use super::{pci, rest};
 use crate::draft::{Draft, image_format};
 use crate::xml::Element;
 use understudy_qemu::definition::{DiskBus, DiskDefinition, EmptyCdrom};
@@ -24,6 +24,7 @@ pub(super) fn disk(draft: &mut Draft<'_>, disk: &Element) {
     if let Some(why) = obstacle(disk, cdrom) {
         return draft.refused(disk.line, what, why);
     }
+    parts(draft, disk, &what);
     let Some(path) = source(disk) else {
         if cdrom {
             draft.taken(disk.line, format!("{what}: an empty CD-ROM drive"));
@@ -52,8 +53,26 @@ pub(super) fn disk(draft: &mut Draft<'_>, disk: &Element) {
     let pci = (bus == DiskBus::Virtio).then(|| pci::place(draft, disk)).flatten();
     let new = DiskDefinition::new(path, format, bus);
     draft.vm.disks.push(DiskDefinition { cdrom, serial, pci, ..new });
-    for part in disk.children.iter().filter(|part| part.name == "iotune") {
-        draft.left_out(part.line, part.tag(), "nothing bounds a disk's requests");
+}
+
+/// What there is to say of its parts.
+fn parts(draft: &mut Draft<'_>, disk: &Element, what: &str) {
+    for part in &disk.children {
+        match &part.name[..] {
+            "iotune" => draft.left_out(part.line, part.tag(), "nothing bounds a disk's requests"),
+            "boot" => draft.taken(part.line, format!("{what}, {}", part.tag())),
+            "driver" => rest::of_part(draft, part, what, &["name", "type"]),
+            "source" => {
+                rest::of_part(draft, part, what, &["file", "dev", "startupPolicy", "index"]);
+            }
+            "target" => rest::of_part(draft, part, what, &["dev", "bus", "tray"]),
+            "blockio" => rest::of_part(draft, part, what, &[]),
+            _ => {}
+        }
+    }
+    if matches!(disk.get("model"), "virtio-transitional" | "virtio-non-transitional") {
+        let why = "its interface is that of all virtio devices of the VM: see `virtio`";
+        draft.changed(disk.line, format!("{what}, model='{}'", disk.get("model")), why);
     }
 }
 
@@ -85,6 +104,8 @@ fn source(disk: &Element) -> Option<String> {
 fn obstacle(disk: &Element, cdrom: bool) -> Option<&'static str> {
     let backing = disk.child("backingStore").is_some_and(|store| !store.children.is_empty());
     let has = |name: &str| disk.child(name).is_some();
+    let source_has = |name: &str| disk.child("source").is_some_and(|it| it.child(name).is_some());
+    let blocks = disk.child_get("blockio", "logical_block_size");
     match () {
         () if has("shareable") => Some("other VMs write it, too; a fail-over would tear it apart"),
         () if backing => {
@@ -93,7 +114,16 @@ fn obstacle(disk: &Element, cdrom: bool) -> Option<&'static str> {
         () if has("transient") => {
             Some("its writes are dropped at power-off; they are replicated here")
         }
-        () if has("encryption") => Some("QEMU itself would have to decrypt it on both hosts"),
+        () if has("encryption") || source_has("encryption") => {
+            Some("QEMU itself would have to decrypt it on both hosts")
+        }
+        () if source_has("slices") => {
+            Some("it is a part of its image: make it an image of its own")
+        }
+        () if !matches!(blocks, "" | "0" | "512") && !cdrom => Some(
+            "the guest counts its blocks otherwise, and would not find its partitions: disks have blocks of 512 bytes \
+             here",
+        ),
         () if has("readonly") && !cdrom => Some("a disk that only reads is not known here"),
         () => None,
     }

@@ -1,5 +1,6 @@
 //! The processor that the guest sees, and what the hypervisor offers it.
 
+use super::rest;
 use crate::draft::Draft;
 use crate::xml::Element;
 use understudy_qemu::definition::Topology;
@@ -8,11 +9,21 @@ use understudy_qemu::definition::Topology;
 pub(super) fn processor(draft: &mut Draft<'_>, cpu: &Element) {
     match cpu.get("mode") {
         "custom" | "" => custom(draft, cpu),
-        _ => draft.processor_of_host(cpu.line, cpu.tag()),
+        _ => {
+            draft.processor_of_host(cpu.line, cpu.tag());
+            for feature in cpu.children.iter().filter(|part| part.name == "feature") {
+                draft.left_out(feature.line, feature.tag(), "it is one of the host's processor");
+            }
+        }
+    }
+    if cpu.get("match") == "minimum" {
+        draft.changed(cpu.line, cpu.tag(), "it has what its model has, and no more");
     }
     for part in &cpu.children {
         match &part.name[..] {
-            "model" | "feature" | "cache" | "vendor" => {}
+            "model" => rest::of_part(draft, part, "processor", &["fallback"]),
+            "feature" | "vendor" => {}
+            "cache" => draft.left_out(part.line, part.tag(), "the model says it"),
             "topology" => topology(draft, part),
             "maxphysaddr" => draft.left_out(part.line, part.tag(), "the model says it"),
             _ => draft.refused(part.line, part.tag(), "it is not known"),
@@ -55,7 +66,15 @@ pub(super) fn features(draft: &mut Draft<'_>, features: &Element) {
         let off = part.get("state") == "off";
         match &part.name[..] {
             // The machine has them, or they say how the host does its work.
-            "acpi" | "apic" | "pae" | "smm" | "vmport" | "ioapic" | "vmcoreinfo" => {}
+            "acpi" | "apic" | "pae" | "smm" | "ioapic" => {}
+            "vmport" if off => {
+                draft.changed(part.line, part.tag(), "it has one, which only VMware's tools ask");
+            }
+            "vmport" => {}
+            "vmcoreinfo" if off => {}
+            "vmcoreinfo" => {
+                draft.left_out(part.line, part.tag(), "only dumps of the host's read it")
+            }
             "hyperv" => hyperv(draft, part),
             "kvm" => kvm(draft, part),
             "pvspinlock" if off => flag(draft, "kvm-pv-unhalt=off"),
@@ -84,12 +103,20 @@ const HYPERV: [(&str, &str); 14] = [
 ];
 
 fn hyperv(draft: &mut Draft<'_>, hyperv: &Element) {
+    if hyperv.get("mode") == "passthrough" {
+        let why = "it means something else on every host; Windows is offered what is named";
+        draft.changed(hyperv.line, hyperv.tag(), why);
+    }
     for part in hyperv.children.iter().filter(|part| part.get("state") == "on") {
         let known = HYPERV.iter().find(|(name, _)| *name == part.name);
         match (known, part.get("retries")) {
             (None, _) => draft.left_out(part.line, part.tag(), "Windows does without"),
             (Some((_, flag_name)), "") => flag(draft, &format!("{flag_name}=on")),
             (Some((_, flag_name)), retries) => flag(draft, &format!("{flag_name}={retries}")),
+        }
+        for finer in &part.children {
+            let what = format!("{}, {}", part.tag(), finer.tag());
+            draft.left_out(finer.line, what, "Windows does without");
         }
     }
 }

@@ -200,3 +200,106 @@ fn cards_are_in_their_vlans() {
         assert!(message.contains(words), "{vlan}: {message}");
     }
 }
+
+/// What becomes of `part` in the place of another, by the words for it.
+fn outcome(part: &str, instead: &str, what: &str) -> Outcome {
+    assert!(DEFINED.contains(part), "{part}");
+    let import = import(&DEFINED.replacen(part, instead, 1));
+    let found = import.findings.iter().find(|finding| finding.to_string().contains(what));
+    found.unwrap_or_else(|| panic!("{instead}: nothing of {what}: {:#?}", import.findings)).outcome
+}
+
+#[test]
+fn what_is_not_carried_over_is_named() {
+    let disk = "<target dev='vda' bus='virtio'/>";
+    let card = "<source bridge='br0'/>";
+    for (part, more, what) in [
+        (disk, "<blockio physical_block_size='4096'/>", "physical_block_size='4096'"),
+        (disk, "<wwn>5000c50015ea71aa</wwn>", "disk vda, <wwn>"),
+        (disk, "<geometry cyls='1' heads='2' secs='3'/>", "<geometry cyls='1'"),
+        (card, "<port isolated='yes'/>", "other guests on the bridge reach it"),
+        (card, "<driver name='vhost' queues='4'/>", "<driver name='vhost' queues='4'>"),
+        (card, "<coalesce/>", "<coalesce>"),
+        (card, "<rom bar='off'/>", "<rom bar='off'>"),
+        (
+            "<backend model='random'>",
+            "<rate bytes='1'/><backend model='random'>",
+            "<rate bytes='1'>",
+        ),
+        (
+            "<model type='virtio' heads='1' primary='yes'/>",
+            "<driver iommu='on'/>",
+            "<driver iommu='on'>",
+        ),
+        ("<memballoon", "<video><model type='vga'/></video><memballoon", "one screen"),
+        (
+            "<memballoon",
+            "<console type='pty'><target type='virtio'/></console><memballoon",
+            "one serial port",
+        ),
+    ] {
+        let instead = if more.contains(part) { more.to_owned() } else { format!("{part}{more}") };
+        assert_eq!(outcome(part, &instead, what), Outcome::LeftOut, "{more}");
+    }
+    for (part, instead, what) in [
+        (
+            "name='qemu' type='qcow2'",
+            "name='qemu' type='qcow2' cache='none'",
+            "<driver>, cache='none'",
+        ),
+        ("placement='static'", "placement='static' current='1'", "<vcpu>, current='1'"),
+        ("bridge='br0'/>", "bridge='br0' portgroup='lan'/>", "its VLAN is `vlan`"),
+    ] {
+        assert_eq!(outcome(part, instead, what), Outcome::LeftOut, "{instead}");
+    }
+    for (part, instead, what) in [
+        (card, "<source bridge='br0'/><boot order='1'/>", "it boots from its disks"),
+        (card, "<source bridge='br0'/><acpi index='3'/>", "call the card otherwise"),
+        ("<acpi/>", "", "it has ACPI"),
+        ("<boot dev='hd'/>", "<boot dev='hd'/><boot dev='network'/>", "it boots from its disks"),
+        ("<serial type='pty'>", "<serial type='file'>", "<serial type='file'>"),
+    ] {
+        assert_eq!(outcome(part, instead, what), Outcome::Changed, "{instead}");
+    }
+    let blocks = format!("{disk}<blockio logical_block_size='4096'/>");
+    assert!(refusal(DEFINED, disk, &blocks).1.contains("would not find its partitions"));
+    for (part, instead, words) in [
+        ("d.qcow2'/>", "d.qcow2'><encryption format='luks'/></source>", "decrypt it"),
+        ("d.qcow2'/>", "d.qcow2'><slices/></source>", "a part of its image"),
+        (card, "<source bridge='br0'/><virtualport type='openvswitch'/>", "bridge of Linux's own"),
+        ("<domain type='qemu'", "<domain type='xen'", "only QEMU's"),
+    ] {
+        assert!(refusal(DEFINED, part, instead).1.contains(words), "{instead}");
+    }
+}
+
+#[test]
+fn disks_are_in_the_order_in_which_they_boot() {
+    let second = "<disk type='file' device='disk'><driver name='qemu' type='raw'/><source file='/b'/>\
+        <target dev='vdb' bus='virtio'/><boot order='1'/></disk><controller type='usb'";
+    let text = DEFINED.replacen("<controller type='usb'", second, 1);
+    let text = text.replacen(
+        "<target dev='vda' bus='virtio'/>",
+        "<target dev='vda' bus='virtio'/><boot order='2'/>",
+        1,
+    );
+    let vm = definition(&text);
+    assert_eq!(vm.disks[0].path.to_str(), Some("/b"));
+}
+
+#[test]
+fn a_firmwares_variables_are_where_libvirt_says() {
+    let end = "</nvram>";
+    let begin = SECURE.find("<nvram").unwrap();
+    let length = SECURE[begin..].find(end).unwrap() + end.len();
+    let with = |nvram: &str| SECURE.replacen(&SECURE[begin..begin + length], nvram, 1);
+    let vm = definition(&with("<nvram type='file'><source file='/srv/vars.fd'/></nvram>"));
+    let store = vm.disks.iter().find(|disk| disk.bus == DiskBus::Pflash).unwrap();
+    assert_eq!(store.path.to_str(), Some("/srv/vars.fd"));
+    let made = import(&with("<nvram template='/srv/template.fd'/>"));
+    assert_eq!(made.copies[0].from.to_str(), Some("/srv/template.fd"));
+    let block = with("<nvram type='block'><source dev='/dev/vars'/></nvram>");
+    assert!(import(&block).definition.is_none());
+    let code = SECURE.replacen("type='pflash' format='raw'", "type='pflash' format='qcow2'", 1);
+    assert!(import(&code).definition.is_none());
+}

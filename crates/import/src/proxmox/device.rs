@@ -11,6 +11,8 @@ use understudy_qemu::definition::{
 /// Where Proxmox puts the first card and the first virtio disk.
 const FIRST_CARD_SLOT: u8 = 0x12;
 const FIRST_DISK_SLOT: u8 = 0x0a;
+/// So many of each are there; further ones are behind bridges.
+const PLACES: u8 = 6;
 
 /// Where Proxmox's local storage keeps images.
 const LOCAL: &str = "/var/lib/vz";
@@ -43,6 +45,10 @@ pub(super) fn processor(draft: &mut Draft<'_>, line: &Line<'_>) {
             _ => return draft.refused(line.number, line.text(), format!("the flag {flag:?}")),
         }
     }
+    if line.option("hidden") == "1" {
+        draft.flags.push("kvm=off".to_owned());
+    }
+    draft.rest(line.number, line.key, &line.beside(&["cputype", "flags", "hidden"]));
     draft.taken(line.number, format!("processor {model}"));
     draft.vm.cpu = Some(text);
 }
@@ -72,6 +78,7 @@ pub(super) fn video(draft: &mut Draft<'_>, line: &Line<'_>) {
         "" => line.subject(),
         kind => kind,
     };
+    draft.rest(line.number, line.key, &line.beside(&["type"]));
     (draft.vm.vga, draft.vm.vnc) = match kind {
         "none" => (Vga::None, false),
         kind if kind.starts_with("serial") => (Vga::None, false),
@@ -141,15 +148,48 @@ pub(super) fn card(draft: &mut Draft<'_>, line: &Line<'_>) {
             "nothing bounds a card's traffic",
         );
     }
+    if line.option("link_down") == "1" {
+        draft.changed(line.number, format!("{}, link_down=1", line.key), "its link is up");
+    }
+    let known = [model, "bridge", "tag", "trunks", "firewall", "rate", "link_down", "mtu"];
+    draft.rest(line.number, line.key, &line.beside(&known));
+    if kind != CardModel::VirtioNet && !line.option("mtu").is_empty() {
+        let why = "only a virtio card tells the guest how long packets may be";
+        draft.left_out(line.number, format!("{}, mtu", line.key), why);
+    }
     // 1 is the bridge's own.
     let mtu = line.option("mtu").parse().ok().filter(|&mtu: &u16| mtu > 1);
     let bridge = draft.surroundings.bridges.get(bridge).map_or(bridge, |other| other);
     let new = CardDefinition::new(mac, bridge, kind);
-    let slot = line.index("net").and_then(|n| FIRST_CARD_SLOT.checked_add(n));
-    let pci = slot.and_then(|slot| PciPlace::new("pci.0", slot, 0));
+    let pci = place(draft, line, line.index("net"), FIRST_CARD_SLOT);
     let mtu = mtu.filter(|_| kind == CardModel::VirtioNet);
     draft.taken(line.number, what);
     draft.in_vlans(line.number, CardDefinition { mtu, pci, ..new }, vlans);
+}
+
+/// The place of a card or a virtio disk: Proxmox has the first ones on the first bus.
+fn place(draft: &mut Draft<'_>, line: &Line<'_>, index: Option<u8>, first: u8) -> Option<PciPlace> {
+    let slot = index.filter(|n| *n < PLACES).map(|n| first + n);
+    if slot.is_none() {
+        let why = "it is at another place on the PCI bus: the guest may call it otherwise";
+        draft.changed(line.number, format!("{}, its place", line.key), why);
+    }
+    slot.and_then(|slot| PciPlace::new("pci.0", slot, 0))
+}
+
+/// The options of a disk that are read, and its size, which its image has.
+const READ: [&str; 7] = ["file", "media", "size", "format", "serial", "ro", "snapshot"];
+
+/// Why a disk cannot be replicated as it is.
+fn obstacle(line: &Line<'_>, cdrom: bool) -> Option<&'static str> {
+    let is_on = |name: &str| matches!(line.option(name), "1" | "on" | "yes" | "true");
+    match () {
+        () if is_on("ro") && !cdrom => Some("a disk that only reads is not known here"),
+        () if is_on("snapshot") => {
+            Some("its writes are dropped at power-off; they are replicated here")
+        }
+        () => None,
+    }
 }
 
 /// A disk or CD-ROM drive; whether the line is one.
@@ -176,11 +216,16 @@ pub(super) fn disk(draft: &mut Draft<'_>, line: &Line<'_>, scsihw: Option<Line<'
         draft.taken(line.number, format!("{}: an empty CD-ROM drive", line.key));
         return true;
     }
+    if let Some(why) = obstacle(line, cdrom) {
+        draft.refused(line.number, line.text(), why);
+        return true;
+    }
     if let Some((path, format)) = volume(draft, line) {
         draft.taken(line.number, format!("{}: {}", line.key, path.display()));
+        draft.rest(line.number, line.key, &line.beside(&READ));
         let serial = Some(line.option("serial").to_owned()).filter(|serial| !serial.is_empty());
-        let slot = FIRST_DISK_SLOT.checked_add(index).filter(|_| bus == DiskBus::Virtio);
-        let pci = slot.and_then(|slot| PciPlace::new("pci.0", slot, 0));
+        let is_virtio = bus == DiskBus::Virtio;
+        let pci = is_virtio.then(|| place(draft, line, Some(index), FIRST_DISK_SLOT)).flatten();
         let new = DiskDefinition::new(path, format, bus);
         draft.vm.disks.push(DiskDefinition { cdrom, serial, pci, ..new });
     }
@@ -209,8 +254,9 @@ fn volume(draft: &mut Draft<'_>, line: &Line<'_>) -> Option<(PathBuf, DiskFormat
         draft.refused(line.number, line.text(), why);
         return None;
     };
-    // What has no such ending is a volume or a raw file.
-    let named = path.extension().and_then(|ending| ending.to_str());
+    // What has no such ending, and does not say it, is a volume or a raw file.
+    let said = Some(line.option("format")).filter(|format| !format.is_empty());
+    let named = said.or_else(|| path.extension().and_then(|ending| ending.to_str()));
     let format = match named.filter(|ending| ["qcow2", "vmdk"].contains(ending)) {
         None => Ok(DiskFormat::Raw),
         Some(name) => image_format(name),

@@ -118,3 +118,71 @@ fn a_guest_keeps_the_tablet_that_nobody_wrote_down() {
     }
     assert!(has(&WEB.replace("numa: 0", "tablet: 1"), "usb-tablet"));
 }
+
+/// What becomes of `line` in the place of another, by the words for it.
+fn outcome(line: &str, instead: &str, what: &str) -> Outcome {
+    assert!(WEB.contains(line), "{line}");
+    let import = import(&WEB.replacen(line, instead, 1));
+    let found = import.findings.iter().find(|finding| finding.to_string().contains(what));
+    found.unwrap_or_else(|| panic!("{instead}: nothing of {what}: {:#?}", import.findings)).outcome
+}
+
+#[test]
+fn what_is_not_carried_over_is_named() {
+    let disk = "iothread=1,size=32G";
+    for (line, instead, what) in [
+        (disk, "cache=writeback,ssd=1", "scsi0, cache=writeback ssd=1"),
+        (disk, "mbps_rd=10,size=32G", "scsi0, mbps_rd=10"),
+        ("firewall=1", "queues=4", "net0, queues=4"),
+        ("numa: 0", "unused0: local-lvm:vm-100-disk-9", "it stays where it is"),
+        ("numa: 0", "ipconfig0: ip=dhcp", "what cloud-init has done"),
+        ("numa: 0", "startup: order=1", "orders starts"),
+        ("numa: 0", "vga: std,memory=32", "vga, memory=32"),
+        ("numa: 0", "rng0: source=/dev/urandom,max_bytes=1", "rng0, max_bytes=1"),
+        ("machine: q35", "machine: q35,enable-s3=1", "machine, enable-s3=1"),
+        ("cpu: x86-64-v2-AES", "cpu: x86-64-v2-AES,phys-bits=40", "cpu, phys-bits=40"),
+        ("smbios1: uuid=", "smbios1: product=eA==,base64=1,uuid=", "smbios1, product=eA=="),
+        ("agent: 1", "agent: 1,fstrim_cloned_disks=1", "agent, fstrim_cloned_disks=1"),
+        ("ostype: l26", "ostype: wxp", "ostype: wxp"),
+        ("balloon: 0", "balloon: 1024", "the memory balloon"),
+    ] {
+        assert_eq!(outcome(line, instead, what), Outcome::LeftOut, "{instead}");
+    }
+    for (line, instead, what) in [
+        ("firewall=1", "link_down=1", "its link is up"),
+        ("net0:", "net6:", "net6, its place"),
+        ("numa: 0", "virtio6: local-lvm:vm-100-disk-6", "virtio6, its place"),
+        ("numa: 0", "acpi: 0", "it has ACPI"),
+        ("order=scsi0;ide2;net0", "order=net0;scsi0", "it boots from its disks"),
+        ("order=scsi0;ide2;net0", "nc", "it boots from its disks"),
+    ] {
+        assert_eq!(outcome(line, instead, what), Outcome::Changed, "{instead}");
+    }
+    for (line, instead, what) in [
+        (disk, "ro=1", "only reads"),
+        (disk, "snapshot=1", "dropped at power-off"),
+        ("agent: 1", "agent: 1,type=isa", "type=virtio"),
+        ("numa: 0", "template: 1", "import a clone"),
+    ] {
+        assert_eq!(outcome(line, instead, what), Outcome::Refused, "{instead}");
+    }
+}
+
+#[test]
+fn a_windows_has_what_proxmox_gives_it() {
+    let vm = import(&WEB.replacen("ostype: l26", "ostype: win11", 1)).definition.unwrap();
+    assert!(vm.qemu_args.contains(&"base=localtime".to_owned()), "{:?}", vm.qemu_args);
+    assert!(vm.cpu.unwrap().contains("hv-relaxed=on"));
+    let utc = WEB.replacen("ostype: l26", "ostype: win11\nlocaltime: 0", 1);
+    let vm = import(&utc).definition.unwrap();
+    assert!(!vm.qemu_args.contains(&"base=localtime".to_owned()), "{:?}", vm.qemu_args);
+}
+
+#[test]
+fn what_was_written_once_counts_still() {
+    let second = "numa: 0\nvirtio1: local-lvm:vm-100-disk-2,format=raw\nbootdisk: virtio1\nkvm: 0";
+    let text = WEB.replacen("numa: 0", second, 1).replacen("order=scsi0;ide2;net0", "cdn", 1);
+    let vm = import(&text).definition.unwrap();
+    assert_eq!(vm.disks[0].path.to_str(), Some("/dev/pve/vm-100-disk-2"));
+    assert_eq!(vm.accel, AcceleratorChoice::Tcg);
+}

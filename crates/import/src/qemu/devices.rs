@@ -3,7 +3,7 @@
 use super::{Argument, LINE};
 use crate::draft::{Draft, image_format};
 use understudy_qemu::definition::{
-    CardDefinition, CardModel, DiskBus, DiskDefinition, DiskFormat, EmptyCdrom, TpmModel,
+    CardDefinition, CardModel, DiskBus, DiskDefinition, DiskFormat, EmptyCdrom, PciPlace, TpmModel,
 };
 
 /// Drives and networks go with the devices that name them; drives with `if=` are devices, too.
@@ -18,7 +18,7 @@ pub(super) fn devices(draft: &mut Draft<'_>, arguments: &[Argument]) {
             other => Err(format!("a drive on {other:?} is not replicated")),
         };
         match bus {
-            Ok(bus) => disk(draft, drive, bus, drive.get("media") == "cdrom", ""),
+            Ok(bus) => disk(draft, drive, bus, drive.get("media") == "cdrom", None),
             Err(why) => draft.refused(LINE, drive.text(), why),
         }
     }
@@ -30,8 +30,16 @@ pub(super) fn devices(draft: &mut Draft<'_>, arguments: &[Argument]) {
     for nic in all("-nic") {
         card(draft, nic, nic, nic.get("model"));
     }
-    for device in all("-device") {
-        one(draft, device, arguments);
+    // Disks boot in the order of the definition.
+    let mut ordered: Vec<&Argument> = all("-device").collect();
+    ordered.sort_by_key(|it| it.get("bootindex").parse::<u32>().unwrap_or(u32::MAX));
+    ordered.into_iter().for_each(|it| one(draft, it, arguments));
+    if !arguments
+        .iter()
+        .any(|it| matches!(&*it.option, "-nodefaults" | "-nic" | "-net" | "-netdev"))
+    {
+        let why = "write what the guest needs of it: -nic bridge,br=BRIDGE,mac=…";
+        draft.left_out(LINE, "the card and the drives that QEMU gives without -nodefaults", why);
     }
 }
 
@@ -65,7 +73,7 @@ fn one(draft: &mut Draft<'_>, device: &Argument, arguments: &[Argument]) {
     if let Some(bus) = bus {
         let cdrom = driver.ends_with("-cd");
         return match behind("-drive", device.get("drive")) {
-            Some(drive) => disk(draft, &drive, bus, cdrom, device.get("serial")),
+            Some(drive) => disk(draft, &drive, bus, cdrom, Some(device)),
             None if cdrom && device.get("drive").is_empty() => {
                 draft.taken(LINE, device.text());
                 draft.vm.empty_cdroms.push(EmptyCdrom { bus });
@@ -75,15 +83,17 @@ fn one(draft: &mut Draft<'_>, device: &Argument, arguments: &[Argument]) {
     }
     match driver {
         // Made with the disks on it.
-        "virtio-scsi-pci" | "virtio-scsi" => {}
+        "virtio-scsi-pci" | "virtio-scsi" => {
+            draft.rest(LINE, "-device virtio-scsi-pci", &device.beside(&["driver", "id"]));
+        }
         "virtio-net-pci" | "virtio-net" | "e1000" | "e1000e" | "rtl8139" => {
             match behind("-netdev", device.get("netdev")) {
                 Some(network) => card(draft, &network, device, driver),
                 None => draft.refused(LINE, device.text(), "it is plugged into no -netdev"),
             }
         }
-        "tpm-crb" => draft.vm.tpm = Some(TpmModel::Crb),
-        "tpm-tis" => draft.vm.tpm = Some(TpmModel::Tis),
+        "tpm-crb" => tpm(draft, device, behind("-tpmdev", device.get("tpmdev")), TpmModel::Crb),
+        "tpm-tis" => tpm(draft, device, behind("-tpmdev", device.get("tpmdev")), TpmModel::Tis),
         "nvme" => draft.refused(
             LINE,
             device.text(),
@@ -101,7 +111,74 @@ fn one(draft: &mut Draft<'_>, device: &Argument, arguments: &[Argument]) {
     }
 }
 
-fn disk(draft: &mut Draft<'_>, drive: &Argument, bus: DiskBus, cdrom: bool, serial: &str) {
+/// A TPM, whose state is wherever the swtpm behind it keeps that.
+fn tpm(draft: &mut Draft<'_>, device: &Argument, backend: Option<Argument>, model: TpmModel) {
+    if backend.is_none_or(|backend| backend.named(&["type"]) != "emulator") {
+        return draft.refused(LINE, device.text(), "only an emulated TPM 2.0 is replicated");
+    }
+    draft.vm.tpm = Some(model);
+    let why = "a TPM 2.0 that begins anew: to keep what is in the guest's, write the directory of its swtpm's state as \
+               `tpm_state`";
+    draft.changed(LINE, device.text(), why);
+}
+
+/// Where a device is on the PCI bus, if it says so.
+fn place(draft: &mut Draft<'_>, device: &Argument) -> Option<PciPlace> {
+    let (bus, address) = (device.get("bus"), device.get("addr"));
+    if bus.is_empty() && address.is_empty() {
+        return None;
+    }
+    let root = if draft.vm.is_q35() { "pcie.0" } else { "pci.0" };
+    let bus = if bus.is_empty() { root } else { bus };
+    let number = |text: &str| u8::from_str_radix(text.trim_start_matches("0x"), 16).ok();
+    let (slot, function) = address.split_once('.').unwrap_or((address, "0"));
+    let found = || PciPlace::new(bus, number(slot)?, number(function)?);
+    let found = found();
+    if found.is_none() {
+        let why = "it is at another place on the PCI bus: the guest may call it otherwise";
+        draft.changed(LINE, device.text(), why);
+    }
+    found
+}
+
+/// Why a disk cannot be replicated as it is.
+fn obstacle(drive: &Argument, device: Option<&Argument>, cdrom: bool) -> Option<&'static str> {
+    let file = drive.get("file");
+    let protocol = file.split_once(':').map(|(protocol, _)| protocol);
+    let is_protocol = |name: &str| !name.is_empty() && !name.contains('/');
+    let is_on = |value: &str| matches!(value, "on" | "yes" | "true" | "1");
+    let blocks = device.map_or("", |device| device.get("logical_block_size"));
+    match () {
+        () if is_on(drive.get("snapshot")) => Some("its writes are dropped at the end"),
+        () if protocol.is_some_and(is_protocol) => {
+            Some("only files and block devices are replicated")
+        }
+        () if (is_on(drive.get("readonly")) || is_on(drive.get("read-only"))) && !cdrom => {
+            Some("a disk that only reads is not known here")
+        }
+        () if !matches!(blocks, "" | "0" | "512") && !cdrom => Some(
+            "the guest counts its blocks otherwise, and would not find its partitions: disks have blocks of 512 bytes \
+             here",
+        ),
+        () => None,
+    }
+}
+
+fn disk(
+    draft: &mut Draft<'_>,
+    drive: &Argument,
+    bus: DiskBus,
+    cdrom: bool,
+    device: Option<&Argument>,
+) {
+    let known = ["file", "format", "if", "id", "media", "snapshot", "readonly", "read-only"];
+    draft.rest(LINE, "-drive", &drive.beside(&known));
+    if let Some(device) = device {
+        let known = ["driver", "drive", "serial", "id", "bootindex", "logical_block_size"];
+        // Only a virtio disk is a device of the PCI bus itself.
+        let of_bus: &[&str] = if bus == DiskBus::Virtio { &["bus", "addr"] } else { &[] };
+        draft.rest(LINE, "-device", &device.beside(&[&known[..], of_bus].concat()));
+    }
     if drive.get("file").is_empty() && cdrom {
         draft.vm.empty_cdroms.push(EmptyCdrom { bus });
         return draft.taken(LINE, drive.text());
@@ -114,13 +191,15 @@ fn disk(draft: &mut Draft<'_>, drive: &Argument, bus: DiskBus, cdrom: bool, seri
         Ok(format) => format,
         Err(why) => return draft.refused(LINE, drive.text(), why),
     };
-    if drive.get("snapshot") == "on" {
-        return draft.refused(LINE, drive.text(), "its writes are dropped at the end");
+    if let Some(why) = obstacle(drive, device, cdrom) {
+        return draft.refused(LINE, drive.text(), why);
     }
     let new = DiskDefinition::new(drive.get("file"), format, bus);
-    let serial = Some(serial.to_owned()).filter(|serial| !serial.is_empty());
+    let serial = device.map(|device| device.get("serial").to_owned());
+    let serial = serial.filter(|serial| !serial.is_empty());
     draft.taken(LINE, drive.text());
-    draft.vm.disks.push(DiskDefinition { cdrom, serial, ..new });
+    let pci = device.filter(|_| bus == DiskBus::Virtio).and_then(|device| place(draft, device));
+    draft.vm.disks.push(DiskDefinition { cdrom, serial, pci, ..new });
 }
 
 fn card(draft: &mut Draft<'_>, network: &Argument, device: &Argument, model: &str) {
@@ -149,5 +228,22 @@ fn card(draft: &mut Draft<'_>, network: &Argument, device: &Argument, model: &st
     };
     let new = CardDefinition::new(mac, bridge, kind);
     draft.taken(LINE, what);
-    draft.vm.cards.push(new);
+    card_rest(draft, network, device);
+    let pci = place(draft, device);
+    let mtu = device.get("host_mtu").parse().ok().filter(|_| kind == CardModel::VirtioNet);
+    draft.vm.cards.push(CardDefinition { pci, mtu, ..new });
+}
+
+/// What is not carried over of a card, and of what is behind it.
+fn card_rest(draft: &mut Draft<'_>, network: &Argument, device: &Argument) {
+    let of_network = ["type", "id", "br", "ifname", "script", "downscript", "helper"];
+    let of_card =
+        ["driver", "netdev", "model", "mac", "id", "bus", "addr", "bootindex", "host_mtu"];
+    draft.rest(LINE, &network.option, &network.beside(&[&of_network[..], &of_card].concat()));
+    if device != network {
+        draft.rest(LINE, &device.option, &device.beside(&of_card));
+    }
+    if !device.get("bootindex").is_empty() {
+        draft.changed(LINE, device.text(), "it boots from its disks, in their order");
+    }
 }

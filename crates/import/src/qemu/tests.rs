@@ -69,3 +69,67 @@ fn hostile_lines_are_refused_and_nothing_else() {
         assert!(import(line).definition.is_none(), "{line}");
     }
 }
+
+#[test]
+fn what_is_not_carried_over_is_named() {
+    let outcome = |part: &str, instead: &str, what: &str| {
+        assert!(LINE_OF_A_SCRIPT.contains(part), "{part}");
+        let import = import(&LINE_OF_A_SCRIPT.replacen(part, instead, 1));
+        let found = import.findings.iter().find(|finding| finding.to_string().contains(what));
+        found
+            .unwrap_or_else(|| panic!("{instead}: nothing of {what}: {:#?}", import.findings))
+            .outcome
+    };
+    for (part, instead, what) in [
+        ("-m 2G", "-m 2G,slots=2,maxmem=4G", "-m, slots=2 maxmem=4G"),
+        ("threads=2", "threads=2,maxcpus=8", "-smp, maxcpus=8"),
+        ("if=none,id=d0", "if=none,id=d0,cache=none", "-drive, cache=none"),
+        ("serial=w-1", "serial=w-1,num-queues=2", "-device, num-queues=2"),
+        ("id=n0,br=br0", "id=n0,br=br0,vhost=on", "-netdev, vhost=on"),
+        ("netdev=n0,", "netdev=n0,mq=on,", "-device, mq=on"),
+        ("-monitor none", "-monitor none", "-monitor none"),
+        (
+            "-netdev tap,id=n0,br=br0 -device virtio-net-pci,netdev=n0,mac=52:54:00:00:00:07",
+            "",
+            "-nodefaults",
+        ),
+    ] {
+        assert_eq!(outcome(part, instead, what), Outcome::LeftOut, "{instead}");
+    }
+    for (part, instead, what) in [
+        ("tpm-crb,tpmdev=tpm0", "tpm-crb,tpmdev=tpm0", "a TPM 2.0 that begins anew"),
+        ("q35,vmport=off", "q35,vmport=off", "-machine vmport=off"),
+        ("netdev=n0,", "netdev=n0,bootindex=1,", "it boots from its disks"),
+        ("drive=d0,", "drive=d0,addr=x,", "another place on the PCI bus"),
+    ] {
+        assert_eq!(outcome(part, instead, what), Outcome::Changed, "{instead}");
+    }
+    for (part, instead, what) in [
+        ("-tpmdev emulator", "-tpmdev passthrough", "only an emulated TPM 2.0"),
+        ("if=none,id=d0", "if=none,id=d0,readonly=on", "only reads"),
+        ("file=/srv/web.qcow2", "file=nbd://b/web", "only files and block devices"),
+        ("drive=d0,", "drive=d0,logical_block_size=4096,", "would not find its partitions"),
+    ] {
+        assert_eq!(outcome(part, instead, what), Outcome::Refused, "{instead}");
+    }
+}
+
+#[test]
+fn disks_and_cards_keep_their_places_and_their_order() {
+    let line = LINE_OF_A_SCRIPT
+        .replacen("drive=d0,", "drive=d0,bus=pcie.0,addr=0x5,", 1)
+        .replacen("netdev=n0,", "netdev=n0,addr=6.1,host_mtu=9000,", 1)
+        .replacen(
+            "-device ide-cd",
+            "-drive file=/b,format=raw,if=none,id=d1 -device virtio-blk-pci,drive=d1,bootindex=0",
+            1,
+        );
+    let vm = import(&line).definition.unwrap();
+    let disk =
+        |path: &str| vm.disks.iter().position(|disk| disk.path.to_str() == Some(path)).unwrap();
+    assert!(disk("/b") < disk("/srv/web.qcow2"));
+    let place =
+        |place: &Option<understudy_qemu::definition::PciPlace>| place.as_ref().unwrap().to_string();
+    assert_eq!(place(&vm.disks[disk("/srv/web.qcow2")].pci), "pcie.0:05.0");
+    assert_eq!((place(&vm.cards[0].pci), vm.cards[0].mtu), ("pcie.0:06.1".to_owned(), Some(9000)));
+}

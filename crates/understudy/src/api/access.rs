@@ -2,27 +2,31 @@
 
 use super::ApiError;
 use super::guesses::{self, Guesses};
-use super::idle::Requests;
-use axum::extract::{ConnectInfo, Request, State};
+use crate::door::patient::Answering;
+use crate::door::{Caller, Connected};
+use axum::body::{Body, Bytes};
+use axum::extract::{ConnectInfo, FromRequest, Request, State};
 use axum::http::header::{AUTHORIZATION, HOST, ORIGIN, WWW_AUTHENTICATE};
 use axum::http::{HeaderMap, Method, StatusCode};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use std::collections::BTreeMap;
-use std::fmt;
 use std::fs;
 use std::net::IpAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
+use tokio::time::timeout;
 use understudy_daemon::config::Access;
-use understudy_protocol::HostName;
 use understudy_report::events::Journal;
 use understudy_report::{ErrorKind, HostError};
 
 /// A token of fewer characters could be guessed.
 const SHORTEST_TOKEN: usize = 20;
+
+/// For a request's body to come, of which none is large.
+const BODY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What stands before the API.
 #[derive(Clone)]
@@ -35,38 +39,6 @@ pub enum Guard {
 
 /// Names by which this machine calls itself: what a tunnel to the socket is asked by.
 const OWN_NAMES: [&str; 4] = ["understudy", "localhost", "127.0.0.1", "[::1]"];
-
-/// What a connection over the network says of who calls.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Caller {
-    /// Nothing: it must be a token.
-    Nameless,
-    /// A certificate that the configuration names.
-    Known(HostName, Access),
-    /// A certificate that counts for nothing, and why.
-    Unknown(String),
-}
-
-/// Who calls, found out for each request: a certificate may have been revoked, or have expired, since
-/// the connection began.
-pub type Asked = Arc<dyn Fn() -> Caller + Send + Sync>;
-
-/// A connection over the network, as its requests know it.
-#[derive(Clone)]
-pub struct Connected {
-    /// Where it comes from.
-    pub address: IpAddr,
-    /// What it says of who calls.
-    pub caller: Asked,
-    /// Requests of it that are being answered.
-    pub requests: Requests,
-}
-
-impl fmt::Debug for Connected {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Connected").field("address", &self.address).finish_non_exhaustive()
-    }
-}
 
 /// The tokens of each role, in their files.
 pub struct Tokens {
@@ -150,8 +122,6 @@ pub(super) async fn check(
     mut request: Request,
     next: Next,
 ) -> Response {
-    let connected = request.extensions().get::<ConnectInfo<Connected>>();
-    let _answering = connected.map(|ConnectInfo(connected)| connected.requests.begin());
     let allowed = refuse_other_sites(&request).and_then(|()| match &guard {
         Guard::Local => refuse_other_names(&request).map(|()| Access::Admin),
         Guard::Remote(tokens) => admit(tokens, needed, &request),
@@ -160,7 +130,12 @@ pub(super) async fn check(
         Ok(access) => {
             // For calls in which it matters what is named.
             request.extensions_mut().insert(access);
-            next.run(request).await
+            let admitted = Admitted::new(guard, needed, &request);
+            request.extensions_mut().insert(admitted);
+            match whole(request, BODY_TIMEOUT).await {
+                Ok(request) => next.run(request).await,
+                Err(error) => error.into_response(),
+            }
         }
         Err(error) if error.status == StatusCode::UNAUTHORIZED => {
             if token(request.headers()).is_some() {
@@ -170,6 +145,66 @@ pub(super) async fn check(
         }
         Err(error) => error.into_response(),
     }
+}
+
+/// What has let a request in: to be asked again by an answer that goes on.
+#[derive(Clone)]
+pub(super) struct Admitted {
+    guard: Guard,
+    needed: Access,
+    token: Option<String>,
+    connected: Option<Connected>,
+}
+
+impl Admitted {
+    fn new(guard: Guard, needed: Access, request: &Request) -> Admitted {
+        let token = token(request.headers()).map(str::to_owned);
+        Admitted { guard, needed, token, connected: connected(request).cloned() }
+    }
+
+    /// Whether the request would be let in now: its token may have been taken away since, or its certificate revoked.
+    pub(super) fn still_counts(&self) -> bool {
+        let Guard::Remote(tokens) = &self.guard else { return true };
+        let access = match &self.token {
+            // One that cannot be looked up counts for nothing.
+            Some(token) => tokens.access_of(token).ok().flatten(),
+            None => match self.connected.as_ref().map(|connected| (connected.caller)()) {
+                Some(Caller::Known(_, access)) => Some(access),
+                Some(Caller::Unknown(_) | Caller::Nameless) | None => None,
+            },
+        };
+        access.is_some_and(|access| access >= self.needed)
+    }
+
+    /// The answer goes on until what is returned is dropped.
+    pub(super) fn go_on(&self) -> Option<Answering> {
+        self.connected.as_ref().map(|connected| connected.requests.begin())
+    }
+}
+
+/// A request whose body is there: whoever sends it byte by byte is not waited for.
+async fn whole(request: Request, patience: Duration) -> Result<Request, ApiError> {
+    let (parts, body) = request.into_parts();
+    let mut sent = Request::new(body);
+    // The bound of its length is among them.
+    *sent.extensions_mut() = parts.extensions.clone();
+    match timeout(patience, Bytes::from_request(sent, &())).await {
+        Ok(Ok(bytes)) => Ok(Request::from_parts(parts, Body::from(bytes))),
+        Ok(Err(rejection)) => Err(ApiError {
+            status: rejection.status(),
+            error: HostError::new(ErrorKind::Invalid, rejection.body_text()),
+        }),
+        Err(_) => {
+            let message = format!("the request was not whole after {} s", patience.as_secs());
+            let error = HostError::new(ErrorKind::Invalid, message);
+            Err(ApiError { status: StatusCode::REQUEST_TIMEOUT, error })
+        }
+    }
+}
+
+fn connected(request: &Request) -> Option<&Connected> {
+    let connected = request.extensions().get::<ConnectInfo<Connected>>();
+    connected.map(|ConnectInfo(connected)| connected)
 }
 
 fn admit(tokens: &Tokens, needed: Access, request: &Request) -> Result<Access, ApiError> {
@@ -189,8 +224,7 @@ fn admit(tokens: &Tokens, needed: Access, request: &Request) -> Result<Access, A
 
 /// Who calls, for people, and what they may do. A token counts more than a certificate.
 fn identify(tokens: &Tokens, request: &Request) -> Result<(String, Access), ApiError> {
-    let connected = request.extensions().get::<ConnectInfo<Connected>>();
-    let connected = connected.map(|ConnectInfo(connected)| connected);
+    let connected = connected(request);
     if let Some(token) = token(request.headers()) {
         return tokens
             .admit(token, connected.map(|connected| connected.address))
@@ -252,7 +286,10 @@ fn refusal(status: StatusCode, message: String) -> ApiError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use axum::body::Body;
+    use crate::door::Asked;
+    use crate::door::patient::Requests;
+    use futures_util::stream;
+    use std::convert::Infallible;
     use std::sync::atomic::{AtomicBool, Ordering};
 
     fn tokens(directory: &Path, text: &str, mode: u32) -> Result<Tokens, HostError> {
@@ -320,7 +357,7 @@ mod tests {
         let unknown = Some(Caller::Unknown("it is from another CA".into()));
         let (status, words) = ask(Access::Read, &[], unknown).unwrap_err();
         assert!(status == 403 && words.contains("another CA"), "{status} {words}");
-        let alice = "alice".parse::<HostName>().unwrap();
+        let alice = "alice".parse().unwrap();
         ask(Access::Read, &[], Some(Caller::Known(alice, Access::Read))).unwrap();
     }
 
@@ -377,9 +414,42 @@ mod tests {
             false => Caller::Known("alice".parse().unwrap(), Access::Admin),
         });
         assert!(admit(&tokens, Access::Admin, &request).is_ok());
+        let admitted = Admitted::new(Guard::Remote(Arc::new(tokens)), Access::Read, &request);
+        assert!(admitted.still_counts());
         revoked.store(true, Ordering::Relaxed);
-        let error = admit(&tokens, Access::Read, &request).err().unwrap();
+        assert!(!admitted.still_counts(), "for an answer that goes on");
+        let Guard::Remote(tokens) = &admitted.guard else { panic!("over the network") };
+        let error = admit(tokens, Access::Read, &request).err().unwrap();
         assert!(error.error.message.contains("revoked"), "on the same connection");
+    }
+
+    #[test]
+    fn an_answer_goes_on_for_as_long_as_its_token_counts() {
+        let directory = tempfile::tempdir().unwrap();
+        let tokens = tokens(directory.path(), "0123456789abcdef0123\n", 0o600)
+            .unwrap_or_else(|error| panic!("{error}"));
+        let guard = Guard::Remote(Arc::new(tokens));
+        let right = [("authorization", "Bearer 0123456789abcdef0123")];
+        let request = request(Method::GET, &right, Some(Caller::Nameless));
+        let counts = |needed| Admitted::new(guard.clone(), needed, &request).still_counts();
+        assert!(counts(Access::Read) && counts(Access::Operate) && !counts(Access::Admin));
+        fs::write(directory.path().join("tokens"), "another-0123456789abcdef\n").unwrap();
+        assert!(!counts(Access::Read), "it was taken away");
+        fs::remove_file(directory.path().join("tokens")).unwrap();
+        assert!(!counts(Access::Read), "it cannot be looked up");
+    }
+
+    #[tokio::test]
+    async fn a_request_that_is_never_whole_is_not_waited_for() {
+        let never = Body::from_stream(stream::pending::<Result<Bytes, Infallible>>());
+        let short = Duration::from_millis(10);
+        let error = whole(Request::new(never), short).await.err().unwrap();
+        assert_eq!(error.status, StatusCode::REQUEST_TIMEOUT);
+        let there = Request::builder().uri("/x").body(Body::from("text")).unwrap();
+        let request = whole(there, Duration::from_secs(60)).await.unwrap_or_else(|_| panic!("no"));
+        assert_eq!(request.uri().path(), "/x");
+        let bytes = Bytes::from_request(request, &()).await.unwrap();
+        assert_eq!(&bytes[..], b"text");
     }
 
     #[test]

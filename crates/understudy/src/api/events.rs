@@ -1,8 +1,10 @@
 //! Events in the API: as a list, awaited, and as a stream (server-sent events).
 
-use super::{Answer, Shared, invalid};
+use super::access::Admitted;
+use super::{Answer, Ending, Shared, invalid};
+use crate::door::patient::Answering;
 use axum::extract::rejection::QueryRejection;
-use axum::extract::{Query, State};
+use axum::extract::{Extension, Query, State};
 use axum::http::HeaderMap;
 use axum::response::sse::{Event as Sent, KeepAlive, Sse};
 use axum::response::{IntoResponse, Json, Response};
@@ -19,6 +21,9 @@ use understudy_report::events::{Event, EventList, Journal};
 /// Between two looks at the number of the last event.
 const LOOK: Duration = Duration::from_millis(50);
 
+/// Between two looks at whether the caller of a stream may still have it.
+const CHECK: Duration = Duration::from_secs(5);
+
 /// Which events are meant.
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
@@ -33,7 +38,11 @@ pub(super) struct Which {
 
 type Asked = Result<Query<Which>, QueryRejection>;
 
-pub(super) async fn list(State(host): Shared, asked: Asked) -> Answer<EventList> {
+pub(super) async fn list(
+    State(host): Shared,
+    State(ending): State<Ending>,
+    asked: Asked,
+) -> Answer<EventList> {
     let Query(which) = asked.map_err(|rejection| invalid(rejection.body_text()))?;
     let deadline = Instant::now() + Duration::from_millis(which.wait_ms).min(LONGEST_WAIT);
     let (journal, mut from) = (host.events(), which.after);
@@ -41,7 +50,7 @@ pub(super) async fn list(State(host): Shared, asked: Asked) -> Answer<EventList>
         let list = journal.after(from, which.vm.as_ref());
         if !list.events.is_empty()
             || list.missed
-            || !await_event(&journal, list.last, deadline).await
+            || !await_event(&journal, list.last, deadline, &ending).await
         {
             return Ok(Json(list));
         }
@@ -50,9 +59,9 @@ pub(super) async fn list(State(host): Shared, asked: Asked) -> Answer<EventList>
 }
 
 /// Waits until there is an event after this number; whether there may be one.
-async fn await_event(journal: &Journal, last: u64, deadline: Instant) -> bool {
+async fn await_event(journal: &Journal, last: u64, deadline: Instant, ending: &Ending) -> bool {
     while journal.last() == last {
-        if journal.is_closed() || Instant::now() >= deadline {
+        if journal.is_closed() || ending.has_begun() || Instant::now() >= deadline {
             return false;
         }
         tokio::time::sleep(LOOK).await;
@@ -60,7 +69,13 @@ async fn await_event(journal: &Journal, last: u64, deadline: Instant) -> bool {
     true
 }
 
-pub(super) async fn stream(State(host): Shared, headers: HeaderMap, asked: Asked) -> Response {
+pub(super) async fn stream(
+    State(host): Shared,
+    State(ending): State<Ending>,
+    Extension(admitted): Extension<Admitted>,
+    headers: HeaderMap,
+    asked: Asked,
+) -> Response {
     let Query(mut which) = match asked {
         Ok(which) => which,
         Err(rejection) => return invalid(rejection.body_text()).into_response(),
@@ -68,35 +83,77 @@ pub(super) async fn stream(State(host): Shared, headers: HeaderMap, asked: Asked
     // What a browser says when it comes back.
     let last = headers.get("last-event-id").and_then(|value| value.to_str().ok()?.parse().ok());
     which.after = last.unwrap_or(which.after);
-    Sse::new(sent(host.events(), which)).keep_alive(KeepAlive::default()).into_response()
+    let (journal, ready, _going) = (host.events(), VecDeque::new(), admitted.go_on());
+    let told = Told { journal, which, ready, admitted, ending, _going };
+    Sse::new(told.sent()).keep_alive(KeepAlive::default()).into_response()
 }
 
-/// Ends when the daemon does.
-fn sent(journal: Journal, which: Which) -> impl Stream<Item = Result<Sent, Infallible>> {
-    let ready: VecDeque<Sent> = VecDeque::new();
-    stream::unfold((journal, which, ready), |(journal, mut which, mut ready)| async move {
-        loop {
-            if let Some(next) = ready.pop_front() {
-                return Some((Ok(next), (journal, which, ready)));
-            }
-            let list = journal.after(which.after, which.vm.as_ref());
-            which.after = list.last;
-            if list.missed {
-                ready.push_back(Sent::default().event("missed").data("{}"));
-            }
-            ready.extend(list.events.iter().map(one));
-            if ready.is_empty() {
-                let patience = Instant::now() + LONGEST_WAIT;
-                if !await_event(&journal, which.after, patience).await && journal.is_closed() {
+/// A stream of events.
+struct Told {
+    journal: Journal,
+    which: Which,
+    /// What is to be sent next.
+    ready: VecDeque<Sent>,
+    admitted: Admitted,
+    ending: Ending,
+    _going: Option<Answering>,
+}
+
+impl Told {
+    /// Ends when the daemon does, or its caller may have it no more.
+    fn sent(self) -> impl Stream<Item = Result<Sent, Infallible>> {
+        stream::unfold(self, |mut told| async move {
+            loop {
+                if let Some(next) = told.ready.pop_front() {
+                    return Some((Ok(next), told));
+                }
+                if !told.admitted.still_counts() {
                     return None;
                 }
+                told.look();
+                if told.ready.is_empty() {
+                    let patience = Instant::now() + CHECK;
+                    let after = told.which.after;
+                    let may_be = await_event(&told.journal, after, patience, &told.ending).await;
+                    if !may_be && (told.journal.is_closed() || told.ending.has_begun()) {
+                        return None;
+                    }
+                }
             }
+        })
+    }
+
+    /// Has ready what has happened since.
+    fn look(&mut self) {
+        let list = self.journal.after(self.which.after, self.which.vm.as_ref());
+        self.which.after = list.last;
+        if list.missed {
+            self.ready.push_back(Sent::default().event("missed").data("{}"));
         }
-    })
+        self.ready.extend(list.events.iter().map(one));
+    }
 }
 
 fn one(event: &Event) -> Sent {
     let sent = Sent::default().id(event.number.to_string());
     // An event is made of names, numbers and words, which all have a JSON form.
     sent.json_data(event).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::Ordering;
+    use tokio::time::timeout;
+
+    /// The daemon always waits for its keepers' next events, and no keeper ended before it had given that up.
+    #[tokio::test]
+    async fn who_waits_for_events_is_answered_when_the_api_ends() {
+        let (journal, ending) = (Journal::default(), Ending::default());
+        let far = Instant::now() + Duration::from_secs(3600);
+        let mut waiting = Box::pin(await_event(&journal, journal.last(), far, &ending));
+        assert!(timeout(LOOK * 2, &mut waiting).await.is_err(), "nothing has happened");
+        ending.0.store(true, Ordering::Release);
+        assert_eq!(timeout(Duration::from_secs(60), waiting).await, Ok(false));
+    }
 }

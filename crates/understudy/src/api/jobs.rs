@@ -2,7 +2,7 @@
 //!
 //! A job lives in the daemon's memory alone. What it does is what the same call does that waits; only who waits differs.
 
-use super::{Answer, ApiError, Control, invalid};
+use super::{Answer, ApiError, Control, invalid, room};
 use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
 use axum::http::StatusCode;
@@ -15,7 +15,6 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use tokio::task::spawn_blocking;
 use understudy_daemon::containment;
 use understudy_protocol::VmName;
 use understudy_report::events::now_ms;
@@ -136,13 +135,13 @@ impl Jobs {
     ) -> Result<Response, ApiError> {
         let job = self.add(kind, subject)?;
         let report = job.report().clone();
-        spawn_blocking(move || {
+        tokio::spawn(room::call(move || {
             let outcome = containment::request(|| work(&job)).unwrap_or_else(|| {
                 let message = "the daemon failed on this job: its log says where, please report it";
                 Err(HostError::new(ErrorKind::Internal, message))
             });
             job.end(outcome);
-        });
+        }));
         let place = format!("/v1/jobs/{}", report.id);
         Ok((StatusCode::ACCEPTED, [(LOCATION, place)], Json(report)).into_response())
     }

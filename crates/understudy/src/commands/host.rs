@@ -1,13 +1,12 @@
 //! `understudy host`: the daemon in the foreground.
 
 use super::watchdog;
-use crate::api::{Api, Guard, Routed, follow, remote};
-use crate::metrics;
+use crate::api::{Api, Guard, Routed, follow, remote, room};
 use crate::service_manager::{Notice, ServiceManager};
 use crate::socket::ApiSocket;
+use crate::{door, metrics};
 use std::future::Future;
 use std::io;
-use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -34,6 +33,7 @@ pub fn run(config: &Path) -> Result<Exit, Failure> {
     let socket = bind_socket(&config.socket)?;
     let runtime = Builder::new_multi_thread()
         .worker_threads(API_THREADS)
+        .max_blocking_threads(room::THREADS)
         .enable_all()
         .build()
         .map_err(|error| Failure::internal(format!("cannot start threads: {error}")))?;
@@ -66,7 +66,7 @@ async fn serve(
     let name = config.name.clone();
     let end = 2 * config.power_off_timeout + HAND_OVERS;
     let metrics = match config.metrics {
-        Some(address) => Some(bind_metrics(address).await?),
+        Some(address) => Some(door::bind(address, "metrics", "[metrics]").await?),
         None => None,
     };
     let host: Result<Arc<Host>, HostError> =
@@ -80,9 +80,7 @@ async fn serve(
         let _ = stopped.await;
     })?;
     if let Some(listener) = metrics {
-        let router = metrics::router(Arc::new(Routed(host.clone())));
-        // It ends with the daemon: it only answers questions.
-        tokio::spawn(axum::serve(listener, router).into_future());
+        metrics::serve(listener, Arc::new(Routed(host.clone())));
     }
     if let Some((config, tls)) = host.remote_api() {
         remote::start(&api, config, tls).await?;
@@ -143,25 +141,6 @@ pub(super) fn listen(
     let listener = socket.listener().and_then(tokio::net::UnixListener::from_std);
     let listener = listener.map_err(internal)?;
     Ok(axum::serve(listener, router).with_graceful_shutdown(stop).into_future())
-}
-
-async fn bind_metrics(address: SocketAddr) -> Result<tokio::net::TcpListener, HostError> {
-    let deadline = Instant::now() + ADDRESS_PATIENCE;
-    let bound = loop {
-        match tokio::net::TcpListener::bind(address).await {
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < deadline => {
-                tokio::time::sleep(Duration::from_millis(50)).await;
-            }
-            bound => break bound,
-        }
-    };
-    bound.map_err(|error| {
-        let message = format!(
-            "cannot serve metrics on {address}: {error}; correct `listen` in [metrics] of the \
-             configuration"
-        );
-        HostError::new(ErrorKind::Conflict, message)
-    })
 }
 
 /// The signals that end the daemon.

@@ -1,7 +1,7 @@
 //! `understudy keep`: the process that runs one VM, started by the daemon, which it outlives.
 
 use super::host::{Signals, crashed, end_in_order, internal, listen};
-use crate::api::{Api, Guard};
+use crate::api::{Api, Guard, room};
 use crate::socket::ApiSocket;
 use nix::sys::prctl::set_name;
 use nix::unistd::setsid;
@@ -27,8 +27,8 @@ use understudy_report::{ErrorKind, HostError};
 
 /// One is for the API, and one for whoever waits on the host.
 const API_THREADS: usize = 2;
-/// For what was asked to be answered.
-const LAST_ANSWERS: Duration = Duration::from_secs(2);
+/// For what was asked to be answered: who ended the VM is to hear that, on a busy host, too.
+const LAST_ANSWERS: Duration = Duration::from_secs(8);
 
 /// Keeps a VM, and those of its group that come, until they are gone, or until SIGTERM; follows an order
 /// about it first.
@@ -46,6 +46,7 @@ pub fn run(
     let config = HostConfig::load(config)?;
     let runtime = Builder::new_multi_thread()
         .worker_threads(API_THREADS)
+        .max_blocking_threads(room::THREADS)
         .enable_all()
         .build()
         .map_err(|error| Failure::internal(format!("cannot start threads: {error}")))?;
@@ -103,7 +104,8 @@ fn open(runtime: &Handle, host: &Arc<Host>, path: &Path) -> Result<Close, HostEr
     let _within = runtime.enter();
     let socket = ApiSocket::bind(path)?;
     let (stop, stopped) = oneshot::channel::<()>();
-    let router = Api::new(Arc::new(host.clone())).router(&Guard::Local);
+    let api = Api::new(Arc::new(host.clone()));
+    let router = api.router(&Guard::Local);
     let serving = listen(&socket, router, async {
         // A dropped sender stops the server as well.
         let _ = stopped.await;
@@ -112,6 +114,8 @@ fn open(runtime: &Handle, host: &Arc<Host>, path: &Path) -> Result<Close, HostEr
     let (server, runtime) = (runtime.spawn(serving.map_err(cannot)?), runtime.clone());
     Ok(Box::new(move || {
         drop(stop);
+        // The daemon always waits for the next event.
+        api.end_waits();
         // What hangs is not waited for.
         let _ = runtime.block_on(async { timeout(LAST_ANSWERS, server).await });
         drop(socket);

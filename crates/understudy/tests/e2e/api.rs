@@ -7,12 +7,13 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 use serde_json::Value;
 use std::fs::{self, Permissions};
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Output;
 use std::sync::Arc;
+use std::time::Duration;
 use understudy_lab::scene::VM;
 use understudy_lab::{Scene, SceneOptions, in_namespace, wait_for};
 
@@ -230,6 +231,50 @@ fn who_holds_connections_or_guesses_tokens_stands_in_nobodys_way() {
     });
 }
 
+/// A byte now and then held a seat for good, and a stream of events outlived its caller's token.
+#[test]
+fn a_seat_is_for_requests_and_for_those_who_may_make_them() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let mut options = options().calm();
+    serve(&mut options, "a", directory.path()).expect("tokens");
+    play(options, |scene| {
+        let mut dripping = open(scene, &Caller::Nobody)?;
+        dripping.write_all(b"GET /v1/status HTTP/1.1\r\nx: ")?;
+        wait_for("a request that is never whole to be ended", LIMIT, || {
+            Ok(dripping.write_all(b"y").and_then(|()| dripping.flush()).is_err().then_some(()))
+        })?;
+        let mut events = open(scene, &Caller::Nobody)?;
+        write!(
+            events,
+            "GET /v1/events/stream HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\
+             authorization: Bearer {ADMIN}\r\n\r\n"
+        )?;
+        events.sock.set_read_timeout(Some(Duration::from_millis(100)))?;
+        let mut told = Vec::new();
+        wait_for("the stream to begin", LIMIT, || {
+            ensure!(!has_ended(&mut events, &mut told), "it has ended: {told:?}");
+            Ok(told.starts_with(b"HTTP/1.1 200").then_some(()))
+        })?;
+        fs::write(directory.path().join("admin"), "another-0123456789abcdef\n")?;
+        wait_for("the stream to end with its token", LIMIT, || {
+            Ok(has_ended(&mut events, &mut told).then_some(()))
+        })
+    });
+}
+
+/// Takes what there is on a connection; whether that was all.
+fn has_ended(stream: &mut impl Read, told: &mut Vec<u8>) -> bool {
+    let mut bytes = [0; 4096];
+    match stream.read(&mut bytes) {
+        Ok(0) => true,
+        Ok(length) => {
+            told.extend(&bytes[..length]);
+            false
+        }
+        Err(error) => !matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut),
+    }
+}
+
 #[test]
 fn an_api_that_nobody_could_use_safely_is_not_served() -> Result<()> {
     let directory = tempfile::tempdir()?;
@@ -300,12 +345,7 @@ fn raw(
     path: &str,
     body: &str,
 ) -> Result<(u16, String)> {
-    let address = (scene.lab().host_address("a")?, PORT);
-    let socket = in_namespace(&scene.lab().client(), || TcpStream::connect(address))??;
-    socket.set_read_timeout(Some(LIMIT))?;
-    let ca = scene.lab().directory().join("pki").join("ca.pem");
-    let tls = ClientConnection::new(Arc::new(config(&ca, caller)?), ServerName::try_from("a")?)?;
-    let mut stream = StreamOwned::new(tls, socket);
+    let mut stream = open(scene, caller)?;
     let token = match caller {
         Caller::Token(token) => format!("authorization: Bearer {token}\r\n"),
         _ => String::new(),
@@ -320,6 +360,16 @@ fn raw(
     stream.read_to_string(&mut answer)?;
     let code = answer.split(' ').nth(1).context("no status")?.parse()?;
     Ok((code, answer.split_once("\r\n\r\n").map_or("", |(_, body)| body).to_owned()))
+}
+
+/// A connection from the client to host a's API.
+fn open(scene: &Scene, caller: &Caller<'_>) -> Result<StreamOwned<ClientConnection, TcpStream>> {
+    let address = (scene.lab().host_address("a")?, PORT);
+    let socket = in_namespace(&scene.lab().client(), || TcpStream::connect(address))??;
+    socket.set_read_timeout(Some(LIMIT))?;
+    let ca = scene.lab().directory().join("pki").join("ca.pem");
+    let tls = ClientConnection::new(Arc::new(config(&ca, caller)?), ServerName::try_from("a")?)?;
+    Ok(StreamOwned::new(tls, socket))
 }
 
 fn config(ca: &Path, caller: &Caller<'_>) -> Result<ClientConfig> {

@@ -3,7 +3,7 @@
 use crate::keepers::{kept, with_keepers};
 use crate::lazy::{HeldStore, restore_lazily, saved};
 use crate::recover::lose;
-use crate::refusals::says;
+use crate::refusals::{definition, says, write};
 use crate::snapshot::{json, number, prove_restored, store};
 use crate::stage::{LIMIT, await_forgotten, play, play_protected, prove_disk, refusal, refused};
 use anyhow::{Context, Result, ensure};
@@ -12,7 +12,7 @@ use nix::unistd::Pid;
 use serde_json::Value;
 use std::fs;
 use std::process::Child;
-use understudy_lab::scene::VM;
+use understudy_lab::scene::{GuestKind, VM};
 use understudy_lab::{Scene, SceneOptions, wait_for};
 
 /// The host's daemon dies, and the next finds the guest in the keeper in which it has gone on.
@@ -166,6 +166,49 @@ fn a_restore_whose_daemon_dies_before_the_guest_runs_is_given_up() {
         await_forgotten(scene, "b")?;
         held_store.let_go()?;
         prove_again(scene, &sums, count)
+    });
+}
+
+/// Before, whoever started another VM waited until the keeper of the first had started that, or was given up: a minute and
+/// more. No VM was offered meanwhile either.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_start_that_takes_long_holds_up_no_other() {
+    let held = tempfile::tempdir().expect("a directory");
+    let slow = held.path().join("slow");
+    fs::write(&slow, "").expect("a file");
+    let mut options =
+        SceneOptions { kind: GuestKind::BootSector, memory_mib: 64, ..with_keepers() };
+    let point = format!("start=return({})", held.path().display());
+    let daemon = options.daemons.get_mut("a").expect("host a's");
+    daemon.environment.push(("FAILPOINTS".to_owned(), point));
+    play(options, |scene| {
+        let [slow_file, quick_file] = ["slow", "quick"].map(|name| {
+            let card = if name == "slow" { "73:01" } else { "73:02" };
+            let text = definition(scene, name)?.replace("73:01", card);
+            write(scene, &format!("{name}.toml"), &text).map(|file| file.display().to_string())
+        });
+        let host = scene.host("a")?;
+        let mut first = host.begin(["vm", "start", &slow_file?])?;
+        let note = host.directory().join("state/slow/keeper.json");
+        wait_for("a keeper for the first", LIMIT, || {
+            Ok(fs::read_to_string(&note).unwrap_or_default().contains("\"pid\"").then_some(()))
+        })?;
+        host.call(["vm", "start", &quick_file?])?;
+        ensure!(first.try_wait()?.is_none(), "it was waited for");
+        // What the first is to be is its own meanwhile.
+        let same_card = definition(scene, "third")?;
+        let third = write(scene, "third.toml", &same_card)?.display().to_string();
+        let (_, words) = refusal(host, &["vm", "start", &third])?;
+        says(&words, &["52:54:00:75:73:01", "\"slow\""])?;
+        fs::remove_file(&slow)?;
+        let output = first.wait_with_output()?;
+        ensure!(output.status.success(), "{output:?}");
+        for vm in ["slow", "quick"] {
+            kept(&host.status(vm)?).with_context(|| format!("{vm} has no keeper"))?;
+            host.call(["vm", "stop", vm, "--force"])?;
+        }
+        await_forgotten(scene, "a")
     });
 }
 

@@ -46,6 +46,33 @@ fn play_loss(mut options: SceneOptions) {
     });
 }
 
+/// Who only connects had as many descriptors of the daemon's as it liked.
+#[test]
+fn who_holds_connections_to_the_metrics_leaves_descriptors_to_others() {
+    let mut options = options().calm();
+    for daemon in options.daemons.values_mut() {
+        daemon.settings += &format!("[metrics]\nlisten = \"{ADDRESS}\"\n");
+    }
+    play(options, |scene| {
+        let connect = || -> Result<TcpStream> {
+            Ok(in_namespace(scene.host("a")?.namespace(), || TcpStream::connect(ADDRESS))??)
+        };
+        let held: Vec<TcpStream> = (0..40).map(|_| connect()).collect::<Result<_>>()?;
+        let closed = || {
+            let is_closed = |mut socket: &TcpStream| {
+                let _ = socket.set_nonblocking(true);
+                matches!(socket.read(&mut [0]), Ok(0))
+            };
+            held.iter().filter(|socket| is_closed(socket)).count()
+        };
+        wait_for("those over the bound to be closed", LIMIT, || Ok((closed() >= 8).then_some(())))?;
+        drop(held);
+        wait_for("a page of metrics", LIMIT, || {
+            Ok(scrape(scene, "a").is_ok_and(|page| page.contains("understudy_")).then_some(()))
+        })
+    });
+}
+
 #[test]
 fn promtool_takes_the_alert_rules_and_they_say_what_they_should() -> Result<()> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/monitoring");

@@ -384,6 +384,31 @@ fn hosts_that_are_configured_wrongly_do_not_start() {
     });
 }
 
+/// The second one has addresses and a socket of its own: before, it took what was there for the last daemon's remains.
+#[test]
+fn a_state_directory_has_one_daemon() {
+    play(quick(), |scene| {
+        scene.start_guest("a")?;
+        let before = scene.status("a")?;
+        let state = scene.host("a")?.directory().join("state");
+        let second = format!(
+            "name = \"a\"\nlisten = \"10.77.0.1:7701\"\nstate_dir = \"{}\"\nsocket = \"{}\"\ninsecure = true\n",
+            state.display(),
+            scene.lab().directory().join("second.sock").display(),
+        );
+        let output = start_daemon(scene, &write(scene, "second.toml", &second)?)?;
+        ensure!(output.status.code() == Some(1), "{output:?}");
+        let holder = format!("another daemon's (process {})", scene.host("a")?.pid());
+        let words = String::from_utf8_lossy(&output.stderr);
+        let last = words.trim_end().lines().last().unwrap_or_default();
+        says(last, &[&state.to_string_lossy(), &holder, "`state_dir`"])?;
+        let after = scene.status("a")?;
+        ensure!(after["live"] == true && after["qemu_pid"] == before["qemu_pid"], "{after}");
+        // What a daemon leaves that was killed keeps no other from starting.
+        scene.restart("a")
+    });
+}
+
 /// Runs another daemon on host a, which must end by itself.
 fn start_daemon(scene: &Scene, config: &std::path::Path) -> Result<Output> {
     let mut command: Command = scene.lab().host("a")?.command("timeout");

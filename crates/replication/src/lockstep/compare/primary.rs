@@ -52,6 +52,10 @@ pub(super) const MOST_UNANSWERED: usize = 4;
 /// A backup that answers nothing for so long does not compare. It may be far behind.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(60);
 
+/// Who waits for a comparison gives up if nothing is heard of it for so long, longer than a backup may answer nothing: a
+/// disk of this host may hang that is being read for it.
+const LONGEST_SILENCE: Duration = Duration::from_secs(120);
+
 /// The longest wait without another look.
 const LONGEST_WAIT: Duration = Duration::from_millis(250);
 
@@ -77,6 +81,8 @@ struct State {
     wanted: bool,
     result: Option<Result<ComparisonReport, String>>,
     findings: VecDeque<Findings>,
+    /// How many times the backup has answered.
+    heard: u64,
     counts: ComparisonCounts,
     ended_at: Option<Time>,
     closed: bool,
@@ -94,17 +100,38 @@ pub enum Refusal {
 impl Comparer {
     /// Compares all, and waits for the result.
     pub fn verify(&self) -> Result<ComparisonReport, Refusal> {
+        self.verify_unless_silent(LONGEST_SILENCE)
+    }
+
+    fn verify_unless_silent(&self, longest: Duration) -> Result<ComparisonReport, Refusal> {
         let mut state = self.state.lock();
         if state.wanted {
             return Err(Refusal::Busy);
         }
         state.wanted = true;
+        // One that nobody waited for any more.
+        state.result = None;
         self.state.wake();
-        let waits = |state: &mut State| state.result.is_none() && !state.closed;
-        let mut state = self.state.wait_while(state, waits);
+        let result = loop {
+            let heard = state.heard;
+            let waits =
+                |state: &mut State| state.result.is_none() && !state.closed && state.heard == heard;
+            state = self.state.wait_while_for(state, longest, waits);
+            if let Some(result) = state.result.take() {
+                break result;
+            }
+            if state.closed {
+                break Err("protection ended".to_owned());
+            }
+            if state.heard == heard {
+                let seconds = longest.as_secs();
+                break Err(format!(
+                    "nothing was compared for {seconds} s: does a disk of this host hang?"
+                ));
+            }
+        };
         state.wanted = false;
-        let result = state.result.take();
-        result.unwrap_or_else(|| Err("protection ended".to_owned())).map_err(Refusal::Failed)
+        result.map_err(Refusal::Failed)
     }
 
     /// What the backup is to be told before the log that was read just now.
@@ -115,6 +142,7 @@ impl Comparer {
     /// The backup has compared.
     pub fn heard(&self, findings: Findings) {
         self.state.change(|state| {
+            state.heard += 1;
             // More than were asked for are of no use.
             if state.findings.len() <= MOST_UNANSWERED {
                 state.findings.push_back(findings);
@@ -411,4 +439,41 @@ fn difference(machine: &Machine, spot: Spot) -> Difference {
         Spot::Extent { disk, .. } => Part::Disk(disk),
     };
     Difference { of, offset: spot.offset(), bytes: spot.bytes() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answer(number: u64) -> Findings {
+        Findings { number, was_compared: true, differences: Vec::new() }
+    }
+
+    #[test]
+    fn a_comparison_that_nothing_is_heard_of_is_waited_for_no_longer() {
+        let comparer = Comparer::default();
+        for _ in 0..2 {
+            let failed = comparer.verify_unless_silent(Duration::from_millis(10)).unwrap_err();
+            assert!(matches!(&failed, Refusal::Failed(why) if why.contains("hang")), "{failed:?}");
+            assert!(!comparer.is_wanted());
+            // It came late, and to nobody.
+            comparer.tell(Ok(ComparisonReport::default()));
+        }
+    }
+
+    #[test]
+    fn one_that_goes_on_is_waited_for() {
+        let comparer = Comparer::default();
+        let report = ComparisonReport { pages: 7, ..Default::default() };
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| comparer.verify_unless_silent(Duration::from_secs(60)));
+            while !comparer.is_wanted() {
+                thread::yield_now();
+            }
+            assert_eq!(comparer.verify(), Err(Refusal::Busy));
+            (0..3).for_each(|number| comparer.heard(answer(number)));
+            comparer.tell(Ok(report.clone()));
+            assert_eq!(waiting.join().unwrap(), Ok(report));
+        });
+    }
 }
