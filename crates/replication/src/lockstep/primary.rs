@@ -223,6 +223,12 @@ pub fn run(
     followed
 }
 
+/// The guest stands still, and its log begins behind the bytes that have passed QEMU.
+pub fn begin(machine: &Machine, position: u64) -> anyhow::Result<()> {
+    let log = machine.log().context("this QEMU does not record")?;
+    log.begin_log(position).context("the log does not begin where the machine was copied")
+}
+
 /// The guest stands still, and its log has ended with this epoch, of which the rest of the log is
 /// a part. Sends what disk reads gave, and gives that rest.
 pub fn end(

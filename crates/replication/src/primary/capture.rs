@@ -367,7 +367,10 @@ impl<'a> Capturer<'a> {
         timing.pages = self.dirty.pages();
         timing.copy_ms = watch.lap();
         if !saved_first {
-            pause.saved(&mut self.device_state)?;
+            let position = pause.saved(&mut self.device_state)?;
+            if cut == Cut::LogBegins {
+                lockstep::primary::begin(self.machine, position)?;
+            }
         }
         timing.blob_ms = watch.lap();
         if cut != Cut::Last {
