@@ -8,7 +8,7 @@ use anyhow::{Context, bail, ensure};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::info;
-use understudy_lockstep::{END, Stuck};
+use understudy_lockstep::{END, Stuck, left_of_ended_log};
 use understudy_machine::Machine;
 use understudy_qemu::lockstep::{LogChannel, Request};
 
@@ -43,9 +43,11 @@ pub fn await_end(machine: &Machine, following: &Following) -> anyhow::Result<()>
         if following.is_over() && pending == 0 && status.event == u64::from(END) {
             break;
         }
-        match dog.look(signs(machine, &progress), pending, clock::now()) {
+        let left = left_of_ended_log(pending, status.event);
+        match dog.look(signs(machine, &progress), left, clock::now()) {
             Some(Stuck::Diverged(_)) => bail!(
-                "this copy has diverged: {pending} bytes of its log are not executed; {:?}",
+                "this copy has diverged: {pending} bytes of its log are not taken, or the last event \
+                 is not executed; {:?}",
                 log.status()
             ),
             Some(Stuck::Disk(time)) => bail!("{}", silent_disk(time)),
