@@ -7,7 +7,7 @@ use crate::deaths::{await_rounds, unharmed};
 use crate::planned::power_off;
 use crate::stage::{
     Calm, LIMIT, LOAD_PACE, PACE, await_degraded, await_forgotten, await_service, close, hand_over,
-    options, play, play_protected, prove_disk, prove_survival, repairing_daemon,
+    options, play, play_protected, prove_disk, prove_survival, refusal, repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{self, Signal};
@@ -180,6 +180,27 @@ fn the_end_of_protection_leaves_nothing_on_the_backup() {
 #[test]
 fn a_guest_powers_off() {
     play_protected(lockstep(), power_off);
+}
+
+/// The button was pressed on the primary alone: its backup diverged.
+#[test]
+fn a_guest_that_ignores_its_power_button_stays_in_lockstep() {
+    let mut options = lockstep();
+    options.daemons.values_mut().for_each(|host| *host = repairing_daemon().calm());
+    play_protected(options, |scene, client| {
+        in_lockstep(scene, "a")?;
+        let killed = scene.shell()?.run("killall acpid")?;
+        ensure!(killed.code == 0, "{killed:?}");
+        let (_, words) = refusal(scene.host("a")?, &["vm", "stop", VM])?;
+        ensure!(words.contains("did not power off"), "{words}");
+        await_repaired(scene, "lockstep")?;
+        in_lockstep(scene, "a")?;
+        let events = scene.status("a")?["events"].to_string();
+        ensure!(!events.contains("diverged"), "{events}");
+        await_service(&client)?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
 }
 
 #[test]
