@@ -6,15 +6,16 @@ use crate::deaths::kill_the_standby_qemu;
 use crate::deaths::{await_rounds, unharmed};
 use crate::planned::power_off;
 use crate::stage::{
-    Calm, LIMIT, LOAD_PACE, PACE, await_degraded, await_forgotten, await_service, close, hand_over,
-    options, play, play_protected, prove_disk, prove_survival, refusal, repairing_daemon,
+    Calm, LIMIT, LOAD_PACE, PACE, await_degraded, await_forgotten, await_service, close, daemon,
+    hand_over, options, play, play_protected, prove_disk, prove_survival, refusal,
+    repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{self, Signal};
 use nix::unistd::Pid;
 use serde_json::Value;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use understudy_lab::scene::{ECHO_PORT, RECORDS_PORT, VM};
 use understudy_lab::{ChatterClient, HostOptions, Load, Part, Scene, SceneOptions, wait_for};
 
@@ -25,8 +26,20 @@ const READY: &str = "UNDERSTUDY-GUEST-READY";
 pub const BUSY: &str = "n=0; while :; do dd if=/dev/urandom of=/data/noise bs=64k count=8; sync; \
                     n=$((n + 1)); echo round $n > /dev/console; done";
 
+/// What has the guest say something ten times a second, and a silence that it does not keep then.
+const TICKS: &str = "while :; do echo tick > /dev/console; sleep 0.1; done";
+const SILENCE: Duration = Duration::from_secs(5);
+
 pub fn lockstep() -> SceneOptions {
     SceneOptions { lockstep: true, memory_mib: 256, ..options().calm() }
+}
+
+/// The same; this host's daemon passes these fail points.
+fn armed(host: &str, points: &str) -> SceneOptions {
+    let mut options = lockstep();
+    let environment = vec![("FAILPOINTS".to_owned(), points.to_owned())];
+    options.daemons.insert(host.to_owned(), HostOptions { environment, ..daemon().calm() });
+    options
 }
 
 #[test]
@@ -118,6 +131,43 @@ fn a_primary_is_cut_off() {
         await_service(&client)?;
         prove_survival(scene, client, "b")
     });
+}
+
+/// It ran on, unseen.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_copy_that_lost_the_contest_stands_still_until_it_is_handed_back() {
+    let directory = tempfile::tempdir().expect("a directory for the test");
+    // There while host b stands still before its guest runs.
+    let won = directory.path().join("won");
+    let point = format!("before-activation=1*return({})", won.display());
+    play_protected(armed("b", &point), |scene, client| {
+        in_lockstep(scene, "a")?;
+        scene.shell()?.start(TICKS)?;
+        let standby = scene.host("b")?.qemu_pid(VM)?;
+        scene.lab().cut("b")?;
+        wait_for("host b to win the VM", LIMIT, || Ok(won.exists().then_some(())))?;
+        scene.await_kept("a")?;
+        let said = await_silence(scene, "a")?;
+        scene.host_mut("b")?.kill(Part::Process(standby))?;
+        std::fs::remove_file(&won)?;
+        await_service(&client)?;
+        wait_for("the guest to say something again", LIMIT, || {
+            Ok((console_of(scene, "a")?.len() > said).then_some(()))
+        })?;
+        let acked = close(client)?;
+        prove_disk(scene, "a", acked)
+    });
+}
+
+/// Waits until the guest, which says something ten times a second, does not any more; how much it
+/// has said.
+fn await_silence(scene: &Scene, host: &str) -> Result<usize> {
+    wait_for("the guest to stand still", LIMIT, || {
+        let said = console_of(scene, host)?.len();
+        std::thread::sleep(SILENCE);
+        Ok((console_of(scene, host)?.len() == said).then_some(said))
+    })
 }
 
 #[test]
