@@ -28,6 +28,9 @@ const PROVEN: [(u32, u32); 1] = [(10, 0)];
 /// How often to see whether QEMU lives while it is waited for.
 pub(crate) const GLANCE: Duration = Duration::from_millis(20);
 
+/// What the agent is to do first.
+const STOP: &str = "stop the guest";
+
 /// A device state is some 30 KiB; what says that it is larger than this is no sane QEMU.
 const MOST_STATE_BYTES: u64 = 64 << 20;
 
@@ -234,24 +237,45 @@ impl AgentPauser {
     /// one that does not record (after a take-over only [`LogErrand::None`] is possible).
     ///
     /// Without an errand the log must not be attached: a primary in lockstep has no
-    /// checkpoints.
+    /// checkpoints. Where the log ends: [`AgentPauser::begin_at_end`].
     pub fn begin_with(&self, errand: LogErrand) -> Result<Option<AgentPause<'_>>, PauseError> {
-        self.page.begin(errand);
-        write(&self.bell, &1u64.to_ne_bytes())?;
-        let mut pause = AgentPause { pauser: self, is_due: true };
-        match pause.await_answer(Answer::None, "stop the guest")? {
-            Answer::Refused => {
-                pause.is_due = false;
-                Ok(None)
-            }
-            // It may be further by now.
-            Answer::Stopped | Answer::Saved | Answer::NotSaved => Ok(Some(pause)),
-            other => Err(unexpected(other, "stop the guest")),
-        }
+        let mut pause = self.ring(errand)?;
+        let answer = pause.await_answer(Answer::None, STOP)?;
+        pause.stood(answer)
     }
 
-    /// Waits for another answer than `seen`.
-    fn await_answer(&self, seen: Answer, what: &'static str) -> Result<Answer, PauseError> {
+    /// The same with [`LogErrand::Detach`]. `read`, which is called now and then, is to take the log
+    /// in: the guest cannot be stopped while there is no room for what it logs. `detached` is called
+    /// when all of it has left QEMU, whose requests to disks are waited for then.
+    pub fn begin_at_end(
+        &self,
+        read: &mut dyn FnMut(),
+        detached: impl FnOnce(),
+    ) -> Result<Option<AgentPause<'_>>, PauseError> {
+        let mut pause = self.ring(LogErrand::Detach)?;
+        let mut answer = pause.await_answer_while(Answer::None, STOP, read)?;
+        if answer != Answer::Refused {
+            detached();
+        }
+        if answer == Answer::Detached {
+            answer = pause.await_answer(Answer::Detached, STOP)?;
+        }
+        pause.stood(answer)
+    }
+
+    fn ring(&self, errand: LogErrand) -> Result<AgentPause<'_>, PauseError> {
+        self.page.begin(errand);
+        write(&self.bell, &1u64.to_ne_bytes())?;
+        Ok(AgentPause { pauser: self, is_due: true })
+    }
+
+    /// Waits for another answer than `seen`, and calls `meanwhile` now and then.
+    fn await_answer(
+        &self,
+        seen: Answer,
+        what: &'static str,
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<Answer, PauseError> {
         let begun = Instant::now();
         let after = self.timeout;
         loop {
@@ -260,6 +284,7 @@ impl AgentPauser {
                 let unknown = PauseError::Answer { what, answer };
                 return Answer::from_number(answer).ok_or(unknown);
             }
+            meanwhile();
             if has_ended(self.socket.as_fd())? {
                 return Err(PauseError::Ended);
             }
@@ -284,7 +309,20 @@ pub struct AgentPause<'p> {
     is_due: bool,
 }
 
-impl AgentPause<'_> {
+impl<'p> AgentPause<'p> {
+    /// The guest stands still, by this answer; none if QEMU has refused.
+    fn stood(mut self, answer: Answer) -> Result<Option<AgentPause<'p>>, PauseError> {
+        match answer {
+            Answer::Refused => {
+                self.is_due = false;
+                Ok(None)
+            }
+            // It may be further by now.
+            Answer::Stopped | Answer::Saved | Answer::NotSaved => Ok(Some(self)),
+            other => Err(unexpected(other, STOP)),
+        }
+    }
+
     /// Waits until the device state is in its file, and returns its length.
     pub fn saved(&mut self) -> Result<u64, PauseError> {
         const WHAT: &str = "save the device state";
@@ -322,7 +360,16 @@ impl AgentPause<'_> {
 
     /// Waits for another answer than `seen`. An error ends the pause.
     fn await_answer(&mut self, seen: Answer, what: &'static str) -> Result<Answer, PauseError> {
-        let answer = self.pauser.await_answer(seen, what);
+        self.await_answer_while(seen, what, &mut || ())
+    }
+
+    fn await_answer_while(
+        &mut self,
+        seen: Answer,
+        what: &'static str,
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<Answer, PauseError> {
+        let answer = self.pauser.await_answer(seen, what, meanwhile);
         if answer.is_err() {
             self.is_due = false;
             self.pauser.page.give(Order::Stay);

@@ -9,6 +9,7 @@ mod client;
 mod ends;
 mod replica;
 mod soak;
+mod stops;
 mod vm;
 
 use channel::Channel;

@@ -26,6 +26,9 @@ const READY: &str = "UNDERSTUDY-GUEST-READY";
 pub const BUSY: &str = "n=0; while :; do dd if=/dev/urandom of=/data/noise bs=64k count=8; sync; \
                     n=$((n + 1)); echo round $n > /dev/console; done";
 
+/// What fills the log.
+pub const FLOOD: &str = "exec yes > /dev/console";
+
 /// What has the guest say something ten times a second, and a silence that it does not keep then.
 const TICKS: &str = "while :; do echo tick > /dev/console; sleep 0.1; done";
 const SILENCE: Duration = Duration::from_secs(5);
@@ -204,6 +207,20 @@ fn the_qemu_of_a_backup_dies() {
 fn a_planned_fail_over_loses_nothing() {
     play_protected(lockstep(), |scene, client| {
         scene.shell()?.start(BUSY)?;
+        hand_over(scene.host("a")?, VM)?;
+        scene.await_live("b")?;
+        await_forgotten(scene, "a")?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+/// Nobody read the log while the guest was to be stopped, and it could not be.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_log_that_is_full_as_the_guest_is_handed_over_holds_nobody_up() {
+    play_protected(armed("a", "log-fills=return"), |scene, client| {
+        in_lockstep(scene, "a")?;
+        scene.shell()?.start(FLOOD)?;
         hand_over(scene.host("a")?, VM)?;
         scene.await_live("b")?;
         await_forgotten(scene, "a")?;
