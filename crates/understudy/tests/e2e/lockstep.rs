@@ -5,6 +5,7 @@
 use crate::deaths::kill_the_standby_qemu;
 use crate::deaths::{await_rounds, unharmed};
 use crate::planned::power_off;
+use crate::refusals::log_of;
 use crate::stage::{
     Calm, LIMIT, LOAD_PACE, PACE, await_degraded, await_forgotten, await_service, close, daemon,
     hand_over, options, play, play_protected, prove_disk, prove_survival, refusal,
@@ -247,6 +248,30 @@ fn the_end_of_protection_leaves_nothing_on_the_backup() {
 #[test]
 fn a_guest_powers_off() {
     play_protected(lockstep(), power_off);
+}
+
+/// The end of its log was waited for, without end or until it was said to have diverged.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_guest_that_powers_off_as_its_host_dies_is_said_to_be_off() {
+    play_protected(armed("a", "powered-off=sleep(600000)"), |scene, client| {
+        in_lockstep(scene, "a")?;
+        close(client)?;
+        scene.shell()?.start("poweroff")?;
+        for host in ["a", "b"] {
+            await_logged(scene, host, "PoweredOff")?;
+        }
+        scene.host_mut("a")?.kill_everything()?;
+        await_logged(scene, "b", "the guest has powered off, as its log says")?;
+        ensure!(!log_of(scene, "b")?.contains("diverged"), "{}", log_of(scene, "b")?);
+        await_forgotten(scene, "b")
+    });
+}
+
+fn await_logged(scene: &Scene, host: &str, words: &str) -> Result<()> {
+    wait_for(&format!("host {host} to log {words:?}"), LIMIT, || {
+        Ok(log_of(scene, host)?.contains(words).then_some(()))
+    })
 }
 
 /// The button was pressed on the primary alone: its backup diverged.

@@ -40,6 +40,8 @@ pub fn await_end(machine: &Machine, following: &Following) -> anyhow::Result<()>
     loop {
         let status = log.status();
         let (progress, pending) = following.note(status);
+        // QEMU runs no more then, and never comes to the end of its log.
+        ensure!(!machine.is_powered_off(), "the guest has powered off, as its log says");
         if following.is_over() && pending == 0 && status.event == u64::from(END) {
             break;
         }
