@@ -228,6 +228,7 @@ pub fn run(
 /// The guest stands still, and its log begins behind the bytes that have passed QEMU.
 pub fn begin(machine: &Machine, position: u64) -> anyhow::Result<()> {
     let log = machine.log().context("this QEMU does not record")?;
+    fail::fail_point!("log-begins", |_| anyhow::bail!("a test says so"));
     log.begin_log(position).context("the log does not begin where the machine was copied")
 }
 

@@ -27,6 +27,9 @@ const READY: &str = "UNDERSTUDY-GUEST-READY";
 pub const BUSY: &str = "n=0; while :; do dd if=/dev/urandom of=/data/noise bs=64k count=8; sync; \
                     n=$((n + 1)); echo round $n > /dev/console; done";
 
+/// More words on the console than a socket has room for the log of.
+const LOG_ROOM: usize = 256 << 10;
+
 /// What fills the log.
 pub const FLOOD: &str = "exec yes > /dev/console";
 
@@ -226,6 +229,28 @@ fn a_log_that_is_full_as_the_guest_is_handed_over_holds_nobody_up() {
         scene.await_live("b")?;
         await_forgotten(scene, "a")?;
         prove_survival(scene, client, "b")
+    });
+}
+
+/// It stood still for good when nobody read what it logged.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_guest_whose_log_cannot_begin_goes_on_without_a_backup() {
+    play(armed("a", "log-begins=1*return"), |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let client = scene.record_client(PACE)?;
+        scene.shell()?.start(FLOOD)?;
+        scene.protect("a", "b")?;
+        let reason = await_degraded(scene, "a")?;
+        ensure!(reason.contains("a test says so"), "{reason}");
+        let said = console_of(scene, "a")?.len();
+        wait_for("the guest to say more than a log has room for", LIMIT, || {
+            Ok((console_of(scene, "a")?.len() > said + LOG_ROOM).then_some(()))
+        })?;
+        await_service(&client)?;
+        let acked = close(client)?;
+        prove_disk(scene, "a", acked)
     });
 }
 
