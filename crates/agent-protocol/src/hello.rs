@@ -6,7 +6,7 @@ use std::fmt;
 const MAGIC: [u8; 8] = *b"USTDYAGT";
 
 /// Changes with anything in this crate.
-const VERSION: u32 = 8;
+const VERSION: u32 = 9;
 
 /// Longest name of a function that can be reported.
 const NAME_BYTES: usize = 64;

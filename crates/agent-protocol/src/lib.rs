@@ -17,7 +17,8 @@
 //! 4. On KVM the daemon asks for QEMU's dirty log ([`DirtyWish`]) through the same page, in a pause
 //!    or, with the bell, outside one. What was written is in bitmaps behind the page.
 //! 5. A QEMU in lockstep ([`LOCKSTEP_VARIABLE`]) shows a [`LogPage`], is asked for
-//!    [`Request`]s, and is paused with a [`LogErrand`], also when it does not run.
+//!    [`Request`]s, and is paused with a [`LogErrand`], also when it does not run. Where its log
+//!    ends, [`Answer::Detached`] comes first.
 //!
 //! Numbers are little-endian. A machine whose agent and daemon are of different releases is
 //! refused by the version in the hello, so the rest needs none.

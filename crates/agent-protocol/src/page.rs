@@ -36,13 +36,16 @@ pub enum Answer {
     /// Nothing was done. The machine did not run, for another reason than a pause, and is
     /// not in lockstep; or it is not in the role for the errand.
     Refused = 6,
+    /// With [`LogErrand::Detach`], before [`Answer::Stopped`]: all the log has left QEMU, and its
+    /// requests to disks are waited for.
+    Detached = 7,
 }
 
 impl Answer {
     /// The answer with this number, if there is one: the number comes from QEMU.
     pub fn from_number(number: u32) -> Option<Answer> {
         use Answer::*;
-        let all = [None, Stopped, Saved, NotSaved, Running, Staying, Refused];
+        let all = [None, Stopped, Saved, NotSaved, Running, Staying, Refused, Detached];
         all.into_iter().find(|&answer| answer as u32 == number)
     }
 }
@@ -178,7 +181,7 @@ mod tests {
     #[test]
     fn numbers_from_qemu_are_checked() {
         assert_eq!(Answer::from_number(Answer::Saved as u32), Some(Answer::Saved));
-        assert_eq!(Answer::from_number(7), None);
+        assert_eq!(Answer::from_number(8), None);
         assert_eq!(Answer::from_number(u32::MAX), None);
     }
 

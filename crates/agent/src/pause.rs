@@ -248,9 +248,11 @@ impl Pauser {
     /// The machine stands still: what is left of a pause before its end.
     fn settle_and_save(&self, errand: LogErrand) -> bool {
         // SAFETY: in the main loop, and the machine is stopped.
-        let Some(mut position) = (unsafe { lockstep::settle(errand, || self.write_back()) }) else {
-            return false;
+        let settled = unsafe {
+            let detached = || self.page.tell(Answer::Detached);
+            lockstep::settle(errand, detached, || self.write_back())
         };
+        let Some(mut position) = settled else { return false };
         self.page.tell(Answer::Stopped);
         if !self.save() {
             return false;

@@ -18,9 +18,11 @@ use understudy_protocol::validity::ImageRole;
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::LogRole;
 use understudy_qemu::{Accelerator, ClockBase, CpuNeeds, Role, VmDefinition};
-use understudy_report::VmStatus;
+use understudy_replication::primary;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
+use understudy_report::{Mode, VmStatus};
+use understudy_threads::lock;
 
 /// How long the guest may take to power off before it is ended.
 const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(30);
@@ -196,7 +198,30 @@ impl Host {
         save().map_err(|error| failed("cannot save the guest", &error))
     }
 
-    fn power_off(&self, vm: &PrimaryVm) -> Result<(), HostError> {
+    fn power_off(self: &Arc<Self>, vm: &Arc<PrimaryVm>) -> Result<(), HostError> {
+        let left = self.leave_lockstep(vm)?;
+        let off = self.press_and_await(vm);
+        if let (Err(error), Some(remedy)) = (&off, left)
+            && self.still_runs(vm)
+        {
+            self.degraded(vm, error.message.clone(), &remedy);
+        }
+        off
+    }
+
+    /// Ends protection in lockstep, and gives the command that begins it again: the power button is
+    /// no part of the log, and a backup that follows it would diverge.
+    fn leave_lockstep(&self, vm: &PrimaryVm) -> Result<Option<String>, HostError> {
+        let _protecting = lock(&vm.protecting);
+        let follows = |session: &Arc<primary::Session>| session.mode() == Mode::Lockstep;
+        let Some(session) = vm.active_session().filter(follows) else { return Ok(None) };
+        // Nor is another backup looked for while the guest may be about to end.
+        vm.repairer.ended();
+        self.end_protection(vm)?;
+        Ok(Some(session.membership().remedy()))
+    }
+
+    fn press_and_await(&self, vm: &PrimaryVm) -> Result<(), HostError> {
         vm.machine()
             .press_power_button()
             .map_err(|error| failed("cannot press the power button", &error))?;

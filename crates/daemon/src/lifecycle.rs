@@ -205,6 +205,7 @@ impl Host {
                 vm.events.record(EventKind::GuestPanicked);
             }
             (Ok(Vm::Primary(vm)), MachineEvent::PoweredOff { in_order }) => {
+                fail::fail_point!("powered-off");
                 vm.events.record(EventKind::PoweredOff);
                 if let Err(error) = self.end_protection(&vm) {
                     warn!(vm = %name, "{error}");

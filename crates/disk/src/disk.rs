@@ -335,7 +335,7 @@ impl Disk {
     }
 
     /// Gives the space of a range back; it then reads as zeroes, unless the file system
-    /// cannot punch holes, where it is left as it was.
+    /// cannot punch holes, where it is left as it was. In lockstep it reads as zeroes in any case.
     pub fn trim(&self, offset: u64, len: u64) -> io::Result<()> {
         self.ordered().trim(offset, len)
     }

@@ -76,6 +76,28 @@ fn nothing_is_read_or_written_outside_the_export() {
     }
 }
 
+/// One host's file system can punch holes, the other's cannot.
+#[test]
+fn in_lockstep_a_trimmed_range_reads_the_same_on_any_file_system() {
+    let (here, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let paths = [&here, &there].map(|dir| image(dir, &[7; 16384]));
+    let disks = [0, 1].map(|n| Disk::open(DiskIndex(0), &paths[n], MIB).unwrap());
+    fail::cfg("punch-disk", &format!("return({})", paths[1].display())).unwrap();
+    disks.iter().for_each(|disk| disk.trim(0, 4096).unwrap());
+    assert_eq!([0, 1].map(|n| read(&disks[n], 0, 1)), [[0], [7]], "so it is without lockstep");
+    let told = Arc::new(Recorder::default());
+    for disk in &disks {
+        disk.set_reads(Reads::Copied);
+        disk.set_sink(Some(told.clone()));
+        disk.trim(8192, 4096).unwrap();
+    }
+    fail::remove("punch-disk");
+    let [punched, written] = [0, 1].map(|n| read(&disks[n], 4096, 12288));
+    assert_eq!(punched, written);
+    assert_eq!(written[4096..8192], [0; 4096]);
+    assert_eq!(told.told(), [(8192, Told::Zero(4096)), (8192, Told::Zero(4096))]);
+}
+
 #[test]
 fn zeroing_releases_space_unless_it_is_to_be_reserved() {
     let dir = tempfile::tempdir().unwrap();

@@ -60,3 +60,10 @@ pub enum Reads {
     /// A follower may know what they gave elsewhere.
     Followed(Arc<dyn ReadFollower>),
 }
+
+impl Reads {
+    /// Whether the guest runs on two hosts, in lockstep, and must read the same on both.
+    pub(crate) fn must_agree(&self) -> bool {
+        matches!(self, Reads::Copied | Reads::Recorded(_) | Reads::Followed(_))
+    }
+}

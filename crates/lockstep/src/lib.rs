@@ -42,5 +42,5 @@ pub use lag::{Lag, MOST_LAG};
 pub use pace::Pace;
 pub use position::LogPosition;
 pub use reads::{BadRead, DiskRead, ReadDecoder, ReadOutcome, ReadScript};
-pub use watchdog::{Signs, Stuck, Watchdog};
+pub use watchdog::{Signs, Stuck, Watchdog, left_of_ended_log};
 pub use writes::{BadCounts, Rounds, Written};

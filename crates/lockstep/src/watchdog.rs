@@ -1,6 +1,6 @@
 //! Has the backup's QEMU stopped replaying? A divergence shows as a silent hang.
 
-use crate::LogPosition;
+use crate::{END, LogPosition};
 use std::time::Duration;
 use understudy_protocol::Time;
 
@@ -22,6 +22,12 @@ pub enum Stuck {
     Diverged(Duration),
     /// A disk has not answered for so long: that is no fault of the log's.
     Disk(Duration),
+}
+
+/// What a QEMU has before it whose log has ended: bytes that it has not taken, and the last event,
+/// which it takes whole before it executes it. `event` is the one that it waits to execute.
+pub fn left_of_ended_log(pending: u64, event: u64) -> u64 {
+    if event == u64::from(END) { pending } else { pending.max(1) }
 }
 
 /// Watches for a QEMU that has log and makes nothing of it.
@@ -85,6 +91,20 @@ mod tests {
         assert_eq!(dog.look(signs, 0, at(60)), None);
         assert_eq!(dog.look(signs, 7, at(64)), None);
         assert_eq!(dog.look(signs, 7, at(66)), Some(Stuck::Diverged(Duration::from_secs(6))));
+    }
+
+    #[test]
+    fn the_last_event_of_a_log_is_executed_in_time_too() {
+        let mut dog = dog();
+        let signs = Signs { taken: LogPosition(10), instructions: 10, ..Default::default() };
+        let waits_for_disk = 8;
+        for seconds in [1, 6] {
+            assert_eq!(dog.look(signs, left_of_ended_log(0, waits_for_disk), at(seconds)), None);
+        }
+        let stuck = dog.look(signs, left_of_ended_log(0, waits_for_disk), at(7));
+        assert_eq!(stuck, Some(Stuck::Diverged(Duration::from_secs(6))));
+        assert_eq!(dog.look(signs, left_of_ended_log(0, END.into()), at(60)), None);
+        assert_eq!(left_of_ended_log(3, END.into()), 3);
     }
 
     #[test]

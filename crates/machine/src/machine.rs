@@ -6,7 +6,7 @@ use crate::custody::Custody;
 use crate::doorbell::Doorbell;
 use crate::hearing::Hearing;
 use crate::home::LocalSockets;
-use crate::pause::{Pause, Pauser};
+use crate::pause::Pauser;
 use crate::process::Process;
 use crate::tpm::Tpm;
 use crate::watching::Watching;
@@ -22,7 +22,7 @@ use understudy_memory::{DemandPager, GuestRam, Missing, RamBlock};
 use understudy_network::{GuestsEnd, NetworkError, NextGuest, Port, Station, Unread};
 use understudy_protocol::{CardIndex, PageIndex};
 use understudy_qemu::command::Lockstep;
-use understudy_qemu::lockstep::{self, LogChannel, LogErrand};
+use understudy_qemu::lockstep::{self, LogChannel};
 use understudy_qemu::qmp::{DeviceState, QmpError};
 use understudy_qemu::tsc::TscRate;
 use understudy_qemu::{Accelerator, Monitor, VmDefinition, build_id};
@@ -191,22 +191,6 @@ impl Machine {
     /// The monitor; a checkpoint holds it for its length.
     pub fn monitor(&self) -> MutexGuard<'_, Monitor> {
         lock(&self.monitor)
-    }
-
-    /// Stops the guest for a checkpoint. Its monitor is the caller's: nobody else may ask
-    /// anything meanwhile. In lockstep the log may begin or end there.
-    pub fn pause<'m>(
-        &'m self,
-        monitor: &'m mut Monitor,
-        errand: LogErrand,
-    ) -> anyhow::Result<Pause<'m>> {
-        if errand == LogErrand::Detach {
-            for disk in self.disks() {
-                disk.let_pass();
-            }
-        }
-        let pause = self.pauser.begin(monitor, &self.device_state, errand)?;
-        Ok(pause.unless(&self.held))
     }
 
     /// Something about the VM to tell its user.

@@ -2,7 +2,8 @@
 //! else through the monitor. That takes longer, and is no less safe.
 
 use crate::attention::{Attended, Attention, HangDetector, Signs};
-use anyhow::{Context, bail};
+use crate::machine::Machine;
+use anyhow::{Context, anyhow, bail};
 use std::env;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -132,19 +133,66 @@ impl Pauser {
                     attended.answered();
                     return Ok(Pause { method: Method::Agent(pause), state, held: None, attended });
                 }
-                None if errand != LogErrand::None => {
-                    bail!("QEMU's agent refused a pause to {errand:?} the log")
-                }
+                None if errand != LogErrand::None => bail!(refused(errand)),
                 None => info!("the guest does not run; this checkpoint goes through QMP"),
             }
         }
         if let (Err(obstacle), true) = (&self.agent, errand != LogErrand::None) {
-            bail!("lockstep needs pauses by the agent inside QEMU: {obstacle}");
+            bail!(needed(obstacle));
         }
         let mut checkpoint = monitor.begin_checkpoint(state)?;
         checkpoint.stopped()?;
         attended.answered();
         Ok(Pause { method: Method::Monitor(checkpoint), state, held: None, attended })
+    }
+
+    /// Stops a guest in lockstep where its log ends; see [`AgentPauser::begin_at_end`].
+    pub fn begin_at_end<'a>(
+        &'a self,
+        state: &'a DeviceState,
+        read: &mut dyn FnMut(),
+        detached: impl FnOnce(),
+    ) -> anyhow::Result<Pause<'a>> {
+        let attended = self.attention.begin();
+        let agent = self.agent.as_ref().map_err(|obstacle| anyhow!(needed(obstacle)))?;
+        let Some(pause) = agent.begin_at_end(read, detached)? else {
+            bail!(refused(LogErrand::Detach));
+        };
+        attended.answered();
+        Ok(Pause { method: Method::Agent(pause), state, held: None, attended })
+    }
+}
+
+fn refused(errand: LogErrand) -> String {
+    format!("QEMU's agent refused a pause to {errand:?} the log")
+}
+
+fn needed(obstacle: &str) -> String {
+    format!("lockstep needs pauses by the agent inside QEMU: {obstacle}")
+}
+
+impl Machine {
+    /// Stops the guest for a checkpoint. Its monitor is the caller's: nobody else may ask
+    /// anything meanwhile. In lockstep the log may begin there.
+    pub fn pause<'m>(
+        &'m self,
+        monitor: &'m mut Monitor,
+        errand: LogErrand,
+    ) -> anyhow::Result<Pause<'m>> {
+        let pause = self.pauser.begin(monitor, &self.device_state, errand)?;
+        Ok(pause.unless(&self.held))
+    }
+
+    /// Stops the guest where its log ends, of which `read` is to take in what comes meanwhile. QEMU
+    /// learns of errors of its disks only behind that: they would be in no log.
+    pub fn pause_at_end<'m>(
+        &'m self,
+        _monitor: &'m mut Monitor,
+        read: &mut dyn FnMut(),
+    ) -> anyhow::Result<Pause<'m>> {
+        let let_pass = || self.disks().iter().for_each(|disk| disk.let_pass());
+        let pause = self.pauser.begin_at_end(&self.device_state, read, let_pass)?;
+        Ok(pause.unless(&self.held))
     }
 }
 

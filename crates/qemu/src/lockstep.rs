@@ -188,6 +188,20 @@ impl LogChannel {
         self.log.set_nonblocking(false)
     }
 
+    /// The log begins behind `position`, where a pause has attached it, and the machine stands still
+    /// until this returns. Throws away what was left of an earlier log: a sender that waited for
+    /// room when that ended has given the rest since, however late.
+    pub fn begin_log(&self, position: u64) -> io::Result<()> {
+        self.discard_log()?;
+        let passed = self.status().position;
+        if passed != position {
+            let what =
+                format!("{passed} bytes of log have passed QEMU where it begins behind {position}");
+            return Err(io::Error::other(what));
+        }
+        Ok(())
+    }
+
     /// Reads log that is there; never waits. 0 when QEMU has ended.
     pub fn read_now(&self, buffer: &mut [u8]) -> io::Result<usize> {
         loop {

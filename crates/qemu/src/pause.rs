@@ -4,26 +4,21 @@
 //! cannot do: a QEMU whose functions are not known, and a machine that does not run.
 #![allow(unsafe_code)] // Maps a page that QEMU shares.
 
+mod page;
+
 use crate::dirty_log::LoggedBlock;
 use crate::qmp::{DeviceState, QemuVersion};
 use nix::errno::Errno;
-use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::memfd::{MFdFlags, memfd_create};
-use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use nix::sys::socket::{ControlMessage, MsgFlags, UnixAddr, sendmsg};
-use nix::sys::stat::fstat;
-use nix::unistd::{ftruncate, write};
+use nix::unistd::write;
+use page::Page;
 use std::io::{self, IoSlice};
-use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::ptr::NonNull;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use understudy_agent_protocol::{
-    ARM, Answer, DirtyArea, Hello, LogErrand, Order, PausePage, area_bytes, monotonic,
-};
+use understudy_agent_protocol::{ARM, Answer, Hello, LogErrand, Order, PausePage, monotonic};
 use understudy_threads::{Mutex, MutexGuard};
 
 /// Versions (major, minor) in which the end-to-end tests have run with pauses by the agent.
@@ -32,6 +27,9 @@ const PROVEN: [(u32, u32); 1] = [(10, 0)];
 
 /// How often to see whether QEMU lives while it is waited for.
 pub(crate) const GLANCE: Duration = Duration::from_millis(20);
+
+/// What the agent is to do first.
+const STOP: &str = "stop the guest";
 
 /// A device state is some 30 KiB; what says that it is larger than this is no sane QEMU.
 const MOST_STATE_BYTES: u64 = 64 << 20;
@@ -239,24 +237,45 @@ impl AgentPauser {
     /// one that does not record (after a take-over only [`LogErrand::None`] is possible).
     ///
     /// Without an errand the log must not be attached: a primary in lockstep has no
-    /// checkpoints.
+    /// checkpoints. Where the log ends: [`AgentPauser::begin_at_end`].
     pub fn begin_with(&self, errand: LogErrand) -> Result<Option<AgentPause<'_>>, PauseError> {
-        self.page.begin(errand);
-        write(&self.bell, &1u64.to_ne_bytes())?;
-        let mut pause = AgentPause { pauser: self, is_due: true };
-        match pause.await_answer(Answer::None, "stop the guest")? {
-            Answer::Refused => {
-                pause.is_due = false;
-                Ok(None)
-            }
-            // It may be further by now.
-            Answer::Stopped | Answer::Saved | Answer::NotSaved => Ok(Some(pause)),
-            other => Err(unexpected(other, "stop the guest")),
-        }
+        let mut pause = self.ring(errand)?;
+        let answer = pause.await_answer(Answer::None, STOP)?;
+        pause.stood(answer)
     }
 
-    /// Waits for another answer than `seen`.
-    fn await_answer(&self, seen: Answer, what: &'static str) -> Result<Answer, PauseError> {
+    /// The same with [`LogErrand::Detach`]. `read`, which is called now and then, is to take the log
+    /// in: the guest cannot be stopped while there is no room for what it logs. `detached` is called
+    /// when all of it has left QEMU, whose requests to disks are waited for then.
+    pub fn begin_at_end(
+        &self,
+        read: &mut dyn FnMut(),
+        detached: impl FnOnce(),
+    ) -> Result<Option<AgentPause<'_>>, PauseError> {
+        let mut pause = self.ring(LogErrand::Detach)?;
+        let mut answer = pause.await_answer_while(Answer::None, STOP, read)?;
+        if answer != Answer::Refused {
+            detached();
+        }
+        if answer == Answer::Detached {
+            answer = pause.await_answer(Answer::Detached, STOP)?;
+        }
+        pause.stood(answer)
+    }
+
+    fn ring(&self, errand: LogErrand) -> Result<AgentPause<'_>, PauseError> {
+        self.page.begin(errand);
+        write(&self.bell, &1u64.to_ne_bytes())?;
+        Ok(AgentPause { pauser: self, is_due: true })
+    }
+
+    /// Waits for another answer than `seen`, and calls `meanwhile` now and then.
+    fn await_answer(
+        &self,
+        seen: Answer,
+        what: &'static str,
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<Answer, PauseError> {
         let begun = Instant::now();
         let after = self.timeout;
         loop {
@@ -265,6 +284,7 @@ impl AgentPauser {
                 let unknown = PauseError::Answer { what, answer };
                 return Answer::from_number(answer).ok_or(unknown);
             }
+            meanwhile();
             if has_ended(self.socket.as_fd())? {
                 return Err(PauseError::Ended);
             }
@@ -289,7 +309,20 @@ pub struct AgentPause<'p> {
     is_due: bool,
 }
 
-impl AgentPause<'_> {
+impl<'p> AgentPause<'p> {
+    /// The guest stands still, by this answer; none if QEMU has refused.
+    fn stood(mut self, answer: Answer) -> Result<Option<AgentPause<'p>>, PauseError> {
+        match answer {
+            Answer::Refused => {
+                self.is_due = false;
+                Ok(None)
+            }
+            // It may be further by now.
+            Answer::Stopped | Answer::Saved | Answer::NotSaved => Ok(Some(self)),
+            other => Err(unexpected(other, STOP)),
+        }
+    }
+
     /// Waits until the device state is in its file, and returns its length.
     pub fn saved(&mut self) -> Result<u64, PauseError> {
         const WHAT: &str = "save the device state";
@@ -327,7 +360,16 @@ impl AgentPause<'_> {
 
     /// Waits for another answer than `seen`. An error ends the pause.
     fn await_answer(&mut self, seen: Answer, what: &'static str) -> Result<Answer, PauseError> {
-        let answer = self.pauser.await_answer(seen, what);
+        self.await_answer_while(seen, what, &mut || ())
+    }
+
+    fn await_answer_while(
+        &mut self,
+        seen: Answer,
+        what: &'static str,
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<Answer, PauseError> {
+        let answer = self.pauser.await_answer(seen, what, meanwhile);
         if answer.is_err() {
             self.is_due = false;
             self.pauser.page.give(Order::Stay);
@@ -367,97 +409,6 @@ fn eventfd() -> io::Result<OwnedFd> {
     unsafe {
         let fd = nix::libc::eventfd(0, nix::libc::EFD_CLOEXEC | nix::libc::EFD_NONBLOCK);
         Ok(OwnedFd::from_raw_fd(Errno::result(fd)?))
-    }
-}
-
-/// This process's mapping of a page, and of the dirty log behind it.
-#[derive(Debug)]
-struct Page {
-    map: NonNull<PausePage>,
-    bytes: NonZeroUsize,
-    memfd: OwnedFd,
-}
-
-// SAFETY: the page has atomics only, for which any thread may hold the pointer.
-unsafe impl Send for Page {}
-// SAFETY: as above.
-unsafe impl Sync for Page {}
-
-impl Page {
-    /// What a page takes with the log of these blocks.
-    fn bytes(blocks: &[LoggedBlock]) -> NonZeroUsize {
-        let pages: Vec<u64> = blocks.iter().map(|block| block.pages).collect();
-        let page = NonZeroUsize::new(PausePage::BYTES).expect("a page has bytes");
-        page.saturating_add(area_bytes(&pages))
-    }
-
-    fn create(blocks: &[LoggedBlock]) -> Result<Page, PauseError> {
-        let bytes = Page::bytes(blocks);
-        let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
-        let memfd = memfd_create("understudy-pause", flags)?;
-        ftruncate(&memfd, bytes.get() as i64)?;
-        // QEMU must not be able to cut the page off from under this process.
-        let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
-        fcntl(&memfd, FcntlArg::F_ADD_SEALS(seals))?;
-        let page = Page::of(memfd, bytes)?;
-        page.dirty_blocks.store(blocks.len() as u32, Ordering::Relaxed);
-        for (entry, block) in page.table(blocks.len()).blocks.iter().zip(blocks) {
-            entry.address.store(block.address, Ordering::Relaxed);
-            entry.pages.store(block.pages, Ordering::Relaxed);
-        }
-        Ok(page)
-    }
-
-    /// One that was created, of this size.
-    fn of(memfd: OwnedFd, bytes: NonZeroUsize) -> Result<Page, PauseError> {
-        if fstat(&memfd)?.st_size != bytes.get() as i64 {
-            return Err(io::Error::other("the page of pauses is that of another machine").into());
-        }
-        let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice.
-        let map = unsafe { mmap(None, bytes, access, MapFlags::MAP_SHARED, &memfd, 0)? };
-        Ok(Page { map: map.cast(), bytes, memfd })
-    }
-
-    fn table(&self, blocks: usize) -> DirtyArea<'_> {
-        let behind = self.bytes.get() - PausePage::BYTES;
-        // SAFETY: mapped as long until this is dropped, never shrunk, aligned as a page is; it is
-        // accessed through atomics only.
-        let area = unsafe {
-            let start = self.map.cast::<u8>().add(PausePage::BYTES);
-            DirtyArea::at(start.as_ptr(), behind, blocks)
-        };
-        area.expect("the page was made with room for the table")
-    }
-
-    /// Where the time of the last pause went, as QEMU's side saw it.
-    fn trace(&self) {
-        let stamp = |answer: Answer| self.stamps[answer as usize].load(Ordering::Relaxed);
-        let micros = |from, to| stamp(to).saturating_sub(stamp(from)) / 1000;
-        let rung = self.rung.load(Ordering::Relaxed);
-        tracing::trace!(
-            wake_us = stamp(Answer::None).saturating_sub(rung) / 1000,
-            stop_us = micros(Answer::None, Answer::Stopped),
-            save_us = micros(Answer::Stopped, Answer::Saved),
-            rest_us = micros(Answer::Saved, Answer::Running),
-            "a pause by the agent"
-        );
-    }
-}
-
-impl std::ops::Deref for Page {
-    type Target = PausePage;
-
-    fn deref(&self) -> &PausePage {
-        // SAFETY: mapped until this is dropped, never shrunk, and valid whatever it contains.
-        unsafe { self.map.as_ref() }
-    }
-}
-
-impl Drop for Page {
-    fn drop(&mut self) {
-        // SAFETY: `of` mapped it; references to it do not outlive `self`.
-        let _ = unsafe { munmap(self.map.cast(), self.bytes.get()) };
     }
 }
 

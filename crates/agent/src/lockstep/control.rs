@@ -88,6 +88,8 @@ impl Lockstep {
                 (Request::Follow, Role::Replay) => {
                     self.flowing.store(true, Ordering::Release);
                     self.qemu.refetch();
+                    // Whoever is answered must not see the end that QEMU found before.
+                    self.show_event();
                 }
                 (Request::GoLive, Role::Replay) => {
                     self.role.store(Role::Live as u8, Ordering::Release);

@@ -96,6 +96,11 @@ impl Lockstep {
             Role::Replay => self.publish_taken(),
             Role::Live => {}
         }
+        self.show_event();
+    }
+
+    /// Shows the event that QEMU waits to execute, and how far it has come.
+    pub(super) fn show_event(&self) {
         self.page.instructions.store(self.qemu.instructions(), Ordering::Relaxed);
         self.page.event.store(self.qemu.data_kind().into(), Ordering::Release);
     }

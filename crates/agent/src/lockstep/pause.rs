@@ -18,12 +18,17 @@ pub fn takes(errand: LogErrand, runs: bool) -> bool {
 }
 
 /// Makes the machine one whose device state can be saved, and gives the bytes of log that
-/// have led to it; none if it cannot be saved. `write_back` is called when no disk request is under way, and
-/// tells whether all that disks' formats kept back is written.
+/// have led to it; none if it cannot be saved. `detached` is called when all of a log that ends here has
+/// left; `write_back` when no disk request is under way, and tells whether all that disks' formats kept back
+/// is written.
 ///
 /// # Safety
 /// In the main loop, of a stopped machine.
-pub unsafe fn settle(errand: LogErrand, write_back: impl FnOnce() -> bool) -> Option<u64> {
+pub unsafe fn settle(
+    errand: LogErrand,
+    detached: impl FnOnce(),
+    write_back: impl FnOnce() -> bool,
+) -> Option<u64> {
     let Some(lockstep) = lockstep() else {
         return write_back().then_some(0);
     };
@@ -34,6 +39,7 @@ pub unsafe fn settle(errand: LogErrand, write_back: impl FnOnce() -> bool) -> Op
                 lockstep.flush_now();
                 position = lockstep.passed.load(Ordering::Acquire);
                 lockstep.flowing.store(false, Ordering::Release);
+                detached();
             }
             if lockstep.flowing.load(Ordering::Acquire) {
                 // What `quiesce` does is no part of the log: the backup would diverge.

@@ -5,14 +5,60 @@
 use crate::client::{self, Bulk, Client};
 use crate::vm::Vm;
 use crate::{LOADS, await_backup, go_on_alone, in_namespace, protect, wait_for};
+use nix::sys::socket::{MsgFlags, recv};
+use std::os::fd::AsRawFd;
 use std::time::Duration;
-use understudy_qemu::lockstep::{LogRole, Request};
+use understudy_qemu::lockstep::{LogErrand, LogRole, Request};
 
 /// Answers of a guest until its backup must have followed.
 const ANSWERS: usize = 5;
 
 /// So that frames come in bursts all the time.
 const BETWEEN_BULKS: Duration = Duration::from_millis(5);
+
+/// Fills its socket soon.
+const FLOOD: &str = "exec yes > /dev/ttyS0";
+
+/// Whoever waits for room in a log as that ends gives the rest when there is some. It was the
+/// beginning of the next backup's log, which diverged at its first event.
+#[test]
+fn the_rest_of_a_log_is_no_part_of_the_next_one() {
+    in_namespace(|| {
+        let mut primary = Vm::start("p", LogRole::Record);
+        primary.run_until_ready();
+        client::run_in_guest(FLOOD);
+        wait_for("a log that leaves a rest", || {
+            end_a_full_log(&primary);
+            let socket = primary.log.log.as_raw_fd();
+            let flags = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
+            recv(socket, &mut [0], flags).is_ok_and(|bytes| bytes > 0)
+        });
+        let mut backup = Vm::start("b", LogRole::Replay);
+        let channel = protect(&primary, &mut backup);
+        let end = channel.position_of(primary.log.ask(Request::Flush).unwrap());
+        await_backup("the backup to follow", &backup, || {
+            channel.note_progress(&backup);
+            assert!(!backup.has_ended(), "{}", backup.qemu.last_words());
+            backup.log.status().position >= end
+        });
+    });
+}
+
+/// A log that nobody reads while it flows; its end makes room, as much as the sender waits for.
+fn end_a_full_log(primary: &Vm) {
+    let mut pause = primary.pauser.begin_with(LogErrand::Attach).unwrap().expect("it records");
+    pause.saved().unwrap();
+    primary.log.begin_log(pause.log_position()).unwrap();
+    pause.resume().unwrap();
+    wait_for("a log without room", || primary.log.status().is_blocked);
+    primary.log.ask(Request::Detach).unwrap();
+    let mut piece = [0; 4096];
+    wait_for("the sender to have room", || {
+        // There may be nothing while the sender wakes.
+        let _ = primary.log.read_now(&mut piece);
+        !primary.log.status().is_blocked
+    });
+}
 
 #[test]
 fn a_log_may_begin_amid_traffic() {

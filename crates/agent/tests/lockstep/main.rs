@@ -9,6 +9,7 @@ mod client;
 mod ends;
 mod replica;
 mod soak;
+mod stops;
 mod vm;
 
 use channel::Channel;
@@ -96,6 +97,7 @@ fn protect(primary: &Vm, backup: &mut Vm) -> Channel {
     let stopped = frozen.elapsed();
     let state = primary.device_state(pause.saved().unwrap());
     let begins = pause.log_position();
+    primary.log.begin_log(begins).unwrap();
     let saved = frozen.elapsed();
     let pages = replica.copy_the_rest();
     let copied = frozen.elapsed();

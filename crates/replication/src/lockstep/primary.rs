@@ -27,9 +27,11 @@ use understudy_encoding::MOST_LOG_BYTES;
 use understudy_lockstep::{Batcher, MOST_LAG, Pace};
 use understudy_machine::Machine;
 use understudy_machine::doorbell::Ringing;
+use understudy_machine::pause::Pause;
 use understudy_protocol::wire::LogProgress;
 use understudy_protocol::{Epoch, PrimaryPhase};
-use understudy_qemu::lockstep::{LogChannel, LogErrand, Request};
+use understudy_qemu::Monitor;
+use understudy_qemu::lockstep::{LogChannel, Request};
 use understudy_report::{DiskReads, LockstepReport};
 use understudy_session::primary::Event;
 use understudy_threads::{Mutex, lock};
@@ -223,17 +225,43 @@ pub fn run(
     followed
 }
 
+/// The guest stands still, and its log begins behind the bytes that have passed QEMU.
+pub fn begin(machine: &Machine, position: u64) -> anyhow::Result<()> {
+    let log = machine.log().context("this QEMU does not record")?;
+    fail::fail_point!("log-begins", |_| anyhow::bail!("a test says so"));
+    log.begin_log(position).context("the log does not begin where the machine was copied")
+}
+
+/// Stops the guest where its log ends, and gives what came of it meanwhile: there may be no room for
+/// the last of it before.
+pub fn pause_at_end<'m>(
+    machine: &'m Machine,
+    monitor: &'m mut Monitor,
+) -> anyhow::Result<(Pause<'m>, Vec<u8>)> {
+    let log = machine.log().context("this QEMU does not record")?;
+    fill_in_a_test(log);
+    let (mut came, mut read) = (Vec::new(), Ok(()));
+    let mut read_more = || {
+        if read.is_ok() {
+            read = read_on(log, &mut came);
+        }
+    };
+    let pause = machine.pause_at_end(monitor, &mut read_more)?;
+    read?;
+    Ok((pause, came))
+}
+
 /// The guest stands still, and its log has ended with this epoch, of which the rest of the log is
-/// a part. Sends what disk reads gave, and gives that rest.
+/// a part; some of that has come already. Sends what disk reads gave, and gives that rest.
 pub fn end(
     session: &Session,
     machine: &Machine,
     recording: &Recording,
     epoch: Epoch,
+    mut rest: Vec<u8>,
 ) -> anyhow::Result<Vec<u8>> {
     let log = machine.log().context("this QEMU does not record")?;
-    let mut rest = Vec::new();
-    read_all(log, &mut rest)?;
+    read_on(log, &mut rest)?;
     if let Some(reads) = &recording.reads {
         send_reads(session, epoch, &reads.take());
         reads.close();
@@ -370,7 +398,7 @@ impl Cutter<'_> {
         let Some(epoch) = self.session.cut_batch(last) else { return Ok(()) };
         self.log_since = None;
         self.cut_at = Instant::now();
-        read_all(self.log, &mut self.batch)?;
+        read_on(self.log, &mut self.batch)?;
         {
             let mut flow = lock(&self.recording.flow);
             let number = flow.batcher.cut(self.batch.len());
@@ -387,6 +415,7 @@ impl Cutter<'_> {
         }
         fail::fail_point!("before-log");
         send(self.session, &ToBackup::Log { epoch, log: Cow::Borrowed(&self.batch) });
+        self.batch.clear();
         Ok(())
     }
 
@@ -399,9 +428,10 @@ impl Cutter<'_> {
             let _full_speed = self.session.pace.lift();
             self.machine.pass_on();
             let mut monitor = self.machine.monitor();
-            let mut pause = self.machine.pause(&mut monitor, LogErrand::Detach)?;
+            let (mut pause, came) = pause_at_end(self.machine, &mut monitor)?;
             // The backup has a state of its own; but the log ends where this one was saved.
             pause.saved(&mut Vec::new())?;
+            self.batch = came;
         }
         self.cut(true)?;
         info!(vm = %self.session.vm, "the last of the log is on its way");
@@ -422,11 +452,17 @@ fn send(session: &Session, message: &ToBackup<'_>) {
     }
 }
 
-/// Reads all the log that is there now, which is less than a batch may be: the socket's room
-/// bounds it. What comes while it reads may be part of it.
-fn read_all(log: &LogChannel, batch: &mut Vec<u8>) -> anyhow::Result<()> {
+/// A test has the log's socket fill before the guest is stopped.
+fn fill_in_a_test(_log: &LogChannel) {
+    fail::fail_point!("log-fills", |_| while !_log.status().is_blocked {
+        thread::sleep(Duration::from_millis(1));
+    });
+}
+
+/// Reads all the log that is there now, as far as it finds room in a batch, which is far more than
+/// the socket's. What comes while it reads may be part of it.
+fn read_on(log: &LogChannel, batch: &mut Vec<u8>) -> anyhow::Result<()> {
     const PIECE: usize = 64 << 10;
-    batch.clear();
     let mut piece = vec![0; PIECE];
     while batch.len() + PIECE <= MOST_LOG_BYTES {
         match log.read_now(&mut piece) {

@@ -17,11 +17,12 @@ use anyhow::Context;
 use std::sync::Arc;
 use std::time::Duration;
 use tracing::warn;
+use understudy_machine::pause::Pause;
 use understudy_machine::{Machine, Tracker};
 use understudy_memory::{DirtySet, PageStaging, StagingPool, capture};
 use understudy_protocol::{Allowance, Epoch, LastCheckpoint, PAGE_SIZE, PrimaryPhase, Time};
-use understudy_qemu::Urgency;
 use understudy_qemu::lockstep::LogErrand;
+use understudy_qemu::{Monitor, Urgency};
 use understudy_report::{CheckpointTiming, DiskReads};
 
 /// An epoch that wrote at least this many pages gets pre-copy rounds just
@@ -339,13 +340,8 @@ impl<'a> Capturer<'a> {
         timing: &mut CheckpointTiming,
     ) -> anyhow::Result<Time> {
         let mut monitor = self.machine.monitor();
-        let errand = match cut {
-            Cut::LogBegins => LogErrand::Attach,
-            Cut::LogEnds => LogErrand::Detach,
-            Cut::Plain | Cut::Last => LogErrand::None,
-        };
         let epoch = self.session.running();
-        let mut pause = self.machine.pause(&mut monitor, errand)?;
+        let (mut pause, came) = self.stop(cut, &mut monitor)?;
         let stopped = clock::now();
         // Nobody runs on, or is copied, before all stand still.
         let group = &self.session.group;
@@ -355,7 +351,7 @@ impl<'a> Capturer<'a> {
             Cut::LogEnds => {
                 let recording = self.session.recording().context("there is no log")?;
                 let (session, machine) = (self.session, self.machine);
-                let rest = lockstep::primary::end(session, machine, &recording, epoch)?;
+                let rest = lockstep::primary::end(session, machine, &recording, epoch, came)?;
                 // Before the guest runs, whose disk writes are refused until the log has ended.
                 session.outbox.put_now(Outgoing::Piece(epoch, Piece::LogEnds(rest)));
                 super::mirror::resume(session);
@@ -380,7 +376,10 @@ impl<'a> Capturer<'a> {
         timing.pages = self.dirty.pages();
         timing.copy_ms = watch.lap();
         if !saved_first {
-            pause.saved(&mut self.device_state)?;
+            let position = pause.saved(&mut self.device_state)?;
+            if cut == Cut::LogBegins {
+                lockstep::primary::begin(self.machine, position)?;
+            }
         }
         timing.blob_ms = watch.lap();
         if cut != Cut::Last {
@@ -389,6 +388,20 @@ impl<'a> Capturer<'a> {
         self.carried.clear();
         timing.cont_ms = watch.lap();
         Ok(stopped)
+    }
+
+    /// Stops the guest; gives what came of a log that ends there, too.
+    fn stop<'m>(&self, cut: Cut, monitor: &'m mut Monitor) -> anyhow::Result<(Pause<'m>, Vec<u8>)>
+    where
+        'a: 'm,
+    {
+        let machine: &'a Machine = self.machine;
+        let errand = match cut {
+            Cut::LogEnds => return lockstep::primary::pause_at_end(machine, monitor),
+            Cut::LogBegins => LogErrand::Attach,
+            Cut::Plain | Cut::Last => LogErrand::None,
+        };
+        Ok((machine.pause(monitor, errand)?, Vec::new()))
     }
 
     fn queue(&mut self, epoch: Epoch, cut: Cut, stopped: Time) {

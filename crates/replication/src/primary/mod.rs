@@ -49,7 +49,7 @@ use crate::clock;
 use crate::hand_back::AskWinner;
 use crate::handshake::Identity;
 use crate::heartbeat::{self, Dial, Heartbeats};
-use crate::lockstep::primary::{MACHINE, Recording};
+use crate::lockstep::primary::{MACHINE, Recording, release};
 use crate::paths::PathMonitor;
 use crate::records::Records;
 use activity::Watch;
@@ -69,7 +69,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::thread;
 use std::time::Duration;
-use tracing::{error, info};
+use tracing::{error, info, warn};
 use turn::Turning;
 use understudy_arbiter::Arbiter;
 use understudy_encoding::{Compression, EncodingPlan};
@@ -285,6 +285,7 @@ fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
     let captured = capture::run(session);
     session.pace.end();
     if let Err(error) = captured {
+        forget_log(session);
         let reason = format!("cannot take a checkpoint: {error:#}");
         let first = session.group.break_up();
         if !first {
@@ -310,6 +311,17 @@ fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
         }
     }
     over(phase);
+}
+
+/// Nobody reads a log whose begin or end has failed: QEMU would wait for room in it for ever.
+fn forget_log(session: &Session) {
+    let machine = session.machine();
+    if session.recording().is_some()
+        && machine.is_alive()
+        && let Err(error) = release(&machine)
+    {
+        warn!(vm = %session.vm, "its log goes on, and nobody reads it: {error:#}");
+    }
 }
 
 /// Waits until it is decided who has the VM. A guest that is kept meanwhile stands still.

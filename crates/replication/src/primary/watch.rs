@@ -72,13 +72,11 @@ impl Session {
         Ok(())
     }
 
-    /// Lets a guest stand still that is kept. It is no matter of safety: nothing leaves it.
+    /// Lets a guest stand still that is kept. It is no matter of safety: nothing leaves it. In
+    /// lockstep its log goes to nowhere by now, so that QEMU does not wait for room in it.
     pub(super) fn freeze(&self) {
         info!(vm = %self.vm, "this copy is kept, and stands still");
-        // In lockstep it does so where its log is full; QEMU could not be asked there.
-        if self.recording().is_none()
-            && let Err(error) = self.machine().monitor().stop()
-        {
+        if let Err(error) = self.machine().monitor().stop() {
             warn!(vm = %self.vm, "the guest does not stop: {error}");
         }
     }

@@ -5,16 +5,18 @@
 use crate::deaths::kill_the_standby_qemu;
 use crate::deaths::{await_rounds, unharmed};
 use crate::planned::power_off;
+use crate::refusals::log_of;
 use crate::stage::{
-    Calm, LIMIT, LOAD_PACE, PACE, await_degraded, await_forgotten, await_service, close, hand_over,
-    options, play, play_protected, prove_disk, prove_survival, repairing_daemon,
+    Calm, LIMIT, LOAD_PACE, PACE, await_degraded, await_forgotten, await_service, close, daemon,
+    hand_over, options, play, play_protected, prove_disk, prove_survival, refusal,
+    repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{self, Signal};
 use nix::unistd::Pid;
 use serde_json::Value;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use understudy_lab::scene::{ECHO_PORT, RECORDS_PORT, VM};
 use understudy_lab::{ChatterClient, HostOptions, Load, Part, Scene, SceneOptions, wait_for};
 
@@ -25,8 +27,26 @@ const READY: &str = "UNDERSTUDY-GUEST-READY";
 pub const BUSY: &str = "n=0; while :; do dd if=/dev/urandom of=/data/noise bs=64k count=8; sync; \
                     n=$((n + 1)); echo round $n > /dev/console; done";
 
+/// More words on the console than a socket has room for the log of.
+const LOG_ROOM: usize = 256 << 10;
+
+/// What fills the log.
+pub const FLOOD: &str = "exec yes > /dev/console";
+
+/// What has the guest say something ten times a second, and a silence that it does not keep then.
+const TICKS: &str = "while :; do echo tick > /dev/console; sleep 0.1; done";
+const SILENCE: Duration = Duration::from_secs(5);
+
 pub fn lockstep() -> SceneOptions {
     SceneOptions { lockstep: true, memory_mib: 256, ..options().calm() }
+}
+
+/// The same; this host's daemon passes these fail points.
+fn armed(host: &str, points: &str) -> SceneOptions {
+    let mut options = lockstep();
+    let environment = vec![("FAILPOINTS".to_owned(), points.to_owned())];
+    options.daemons.insert(host.to_owned(), HostOptions { environment, ..daemon().calm() });
+    options
 }
 
 #[test]
@@ -120,6 +140,43 @@ fn a_primary_is_cut_off() {
     });
 }
 
+/// It ran on, unseen.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_copy_that_lost_the_contest_stands_still_until_it_is_handed_back() {
+    let directory = tempfile::tempdir().expect("a directory for the test");
+    // There while host b stands still before its guest runs.
+    let won = directory.path().join("won");
+    let point = format!("before-activation=1*return({})", won.display());
+    play_protected(armed("b", &point), |scene, client| {
+        in_lockstep(scene, "a")?;
+        scene.shell()?.start(TICKS)?;
+        let standby = scene.host("b")?.qemu_pid(VM)?;
+        scene.lab().cut("b")?;
+        wait_for("host b to win the VM", LIMIT, || Ok(won.exists().then_some(())))?;
+        scene.await_kept("a")?;
+        let said = await_silence(scene, "a")?;
+        scene.host_mut("b")?.kill(Part::Process(standby))?;
+        std::fs::remove_file(&won)?;
+        await_service(&client)?;
+        wait_for("the guest to say something again", LIMIT, || {
+            Ok((console_of(scene, "a")?.len() > said).then_some(()))
+        })?;
+        let acked = close(client)?;
+        prove_disk(scene, "a", acked)
+    });
+}
+
+/// Waits until the guest, which says something ten times a second, does not any more; how much it
+/// has said.
+fn await_silence(scene: &Scene, host: &str) -> Result<usize> {
+    wait_for("the guest to stand still", LIMIT, || {
+        let said = console_of(scene, host)?.len();
+        std::thread::sleep(SILENCE);
+        Ok((console_of(scene, host)?.len() == said).then_some(said))
+    })
+}
+
 #[test]
 fn qemu_of_a_primary_is_killed() {
     play_protected(lockstep(), |scene, client| {
@@ -161,6 +218,42 @@ fn a_planned_fail_over_loses_nothing() {
     });
 }
 
+/// Nobody read the log while the guest was to be stopped, and it could not be.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_log_that_is_full_as_the_guest_is_handed_over_holds_nobody_up() {
+    play_protected(armed("a", "log-fills=return"), |scene, client| {
+        in_lockstep(scene, "a")?;
+        scene.shell()?.start(FLOOD)?;
+        hand_over(scene.host("a")?, VM)?;
+        scene.await_live("b")?;
+        await_forgotten(scene, "a")?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+/// It stood still for good when nobody read what it logged.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_guest_whose_log_cannot_begin_goes_on_without_a_backup() {
+    play(armed("a", "log-begins=1*return"), |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let client = scene.record_client(PACE)?;
+        scene.shell()?.start(FLOOD)?;
+        scene.protect("a", "b")?;
+        let reason = await_degraded(scene, "a")?;
+        ensure!(reason.contains("a test says so"), "{reason}");
+        let said = console_of(scene, "a")?.len();
+        wait_for("the guest to say more than a log has room for", LIMIT, || {
+            Ok((console_of(scene, "a")?.len() > said + LOG_ROOM).then_some(()))
+        })?;
+        await_service(&client)?;
+        let acked = close(client)?;
+        prove_disk(scene, "a", acked)
+    });
+}
+
 #[test]
 fn the_end_of_protection_leaves_nothing_on_the_backup() {
     play_protected(lockstep(), |scene, client| {
@@ -180,6 +273,51 @@ fn the_end_of_protection_leaves_nothing_on_the_backup() {
 #[test]
 fn a_guest_powers_off() {
     play_protected(lockstep(), power_off);
+}
+
+/// The end of its log was waited for, without end or until it was said to have diverged.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_guest_that_powers_off_as_its_host_dies_is_said_to_be_off() {
+    play_protected(armed("a", "powered-off=sleep(600000)"), |scene, client| {
+        in_lockstep(scene, "a")?;
+        close(client)?;
+        scene.shell()?.start("poweroff")?;
+        for host in ["a", "b"] {
+            await_logged(scene, host, "PoweredOff")?;
+        }
+        scene.host_mut("a")?.kill_everything()?;
+        await_logged(scene, "b", "the guest has powered off, as its log says")?;
+        ensure!(!log_of(scene, "b")?.contains("diverged"), "{}", log_of(scene, "b")?);
+        await_forgotten(scene, "b")
+    });
+}
+
+fn await_logged(scene: &Scene, host: &str, words: &str) -> Result<()> {
+    wait_for(&format!("host {host} to log {words:?}"), LIMIT, || {
+        Ok(log_of(scene, host)?.contains(words).then_some(()))
+    })
+}
+
+/// The button was pressed on the primary alone: its backup diverged.
+#[test]
+fn a_guest_that_ignores_its_power_button_stays_in_lockstep() {
+    let mut options = lockstep();
+    options.daemons.values_mut().for_each(|host| *host = repairing_daemon().calm());
+    play_protected(options, |scene, client| {
+        in_lockstep(scene, "a")?;
+        let killed = scene.shell()?.run("killall acpid")?;
+        ensure!(killed.code == 0, "{killed:?}");
+        let (_, words) = refusal(scene.host("a")?, &["vm", "stop", VM])?;
+        ensure!(words.contains("did not power off"), "{words}");
+        await_repaired(scene, "lockstep")?;
+        in_lockstep(scene, "a")?;
+        let events = scene.status("a")?["events"].to_string();
+        ensure!(!events.contains("diverged"), "{events}");
+        await_service(&client)?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! A VM that is protected with checkpoints turns to lockstep, and back, and stays protected.
 
 use crate::deaths::{await_rounds, unharmed};
-use crate::lockstep::{console_of, in_lockstep};
+use crate::lockstep::{FLOOD, console_of, in_lockstep};
 use crate::stage::{
     Calm, LIMIT, LOAD_PACE, await_degraded, await_service, daemon, has_backup, options,
     play_protected, prove_survival, refusal,
@@ -89,6 +89,21 @@ fn a_guest_turns_back_to_checkpoints_and_is_taken_over() {
     play_protected(plain(), |scene, client| {
         turn(scene, "lockstep")?;
         await_service(&client)?;
+        turn(scene, "checkpoint")?;
+        await_service(&client)?;
+        await_followed(scene, "checkpoint")?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+/// Nobody read the log while the guest was to be stopped, and it could not be.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_log_that_is_full_as_it_ends_holds_nobody_up() {
+    play_protected(armed("a", "log-fills=return"), |scene, client| {
+        turn(scene, "lockstep")?;
+        scene.shell()?.start(FLOOD)?;
         turn(scene, "checkpoint")?;
         await_service(&client)?;
         await_followed(scene, "checkpoint")?;

@@ -8,7 +8,7 @@ use anyhow::{Context, bail, ensure};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::info;
-use understudy_lockstep::{END, Stuck};
+use understudy_lockstep::{END, Stuck, left_of_ended_log};
 use understudy_machine::Machine;
 use understudy_qemu::lockstep::{LogChannel, Request};
 
@@ -40,12 +40,16 @@ pub fn await_end(machine: &Machine, following: &Following) -> anyhow::Result<()>
     loop {
         let status = log.status();
         let (progress, pending) = following.note(status);
+        // QEMU runs no more then, and never comes to the end of its log.
+        ensure!(!machine.is_powered_off(), "the guest has powered off, as its log says");
         if following.is_over() && pending == 0 && status.event == u64::from(END) {
             break;
         }
-        match dog.look(signs(machine, &progress), pending, clock::now()) {
+        let left = left_of_ended_log(pending, status.event);
+        match dog.look(signs(machine, &progress), left, clock::now()) {
             Some(Stuck::Diverged(_)) => bail!(
-                "this copy has diverged: {pending} bytes of its log are not executed; {:?}",
+                "this copy has diverged: {pending} bytes of its log are not taken, or the last event \
+                 is not executed; {:?}",
                 log.status()
             ),
             Some(Stuck::Disk(time)) => bail!("{}", silent_disk(time)),
