@@ -1,5 +1,6 @@
 //! Admission: everything that speaks against a VM, found before anything is changed.
 
+use crate::boot::Past;
 use crate::host::{Host, PEER_TIMEOUT, prepare_directory};
 use crate::protection::refused;
 use crate::vm::{PrimaryVm, Vm};
@@ -229,9 +230,8 @@ impl Host {
         Ok(directory)
     }
 
-    /// Refuses to start a VM on images that are not its newest; returns the generation
-    /// from which this host may take it.
-    pub(crate) fn check_images(&self, definition: &VmDefinition) -> Result<Generation, HostError> {
+    /// Refuses to start a VM on images that are not its newest.
+    pub(crate) fn check_images(&self, definition: &VmDefinition) -> Result<Past, HostError> {
         let name = &definition.name;
         let record = self.record(name)?;
         let ownership = match &self.arbiter {
@@ -250,7 +250,8 @@ impl Host {
             self.check_paths(definition, record)?;
         }
         let newest = ownership.map_or(Generation(0), |owner| owner.generation);
-        Ok(newest.max(own.map_or(Generation(0), |own| own.generation)))
+        let newest = newest.max(own.map_or(Generation(0), |own| own.generation));
+        Ok(Past::of(record, newest))
     }
 
     /// What to do about a VM that this host may not start.

@@ -2,6 +2,7 @@
 
 use crate::arrivals::Arrivals;
 use crate::autostart::{self, Awaited};
+use crate::boot::Past;
 use crate::config::{ApiConfig, ArbiterConfig, ClusterConfig, HostConfig};
 use crate::containment::{self, Panics};
 use crate::gate::lobby::Lobby;
@@ -323,14 +324,15 @@ impl Host {
         &self,
         machine: &Machine,
         generation: Generation,
-        former: Option<Record>,
+        past: &Past,
         directory: &Path,
     ) -> Result<(), HostError> {
         let mut record = self.records.of(ImageRole::Active, generation, &machine.definition_now());
-        if let Some(former) = former {
-            record.sessions = resync::reopen(&former, &machine.disks(), directory);
-            record.peer = former.peer;
+        if let Some(former) = past.record() {
+            record.sessions = resync::reopen(former, &machine.disks(), directory);
         }
+        record.peer = past.peer.clone();
+        autostart::put_wish(&mut record, past.wish.as_ref());
         self.records.write(&record).map_err(internal)
     }
 

@@ -1,8 +1,10 @@
 //! Recovery after both hosts were lost: ask everybody, name the valid images, start the
 //! VM on them.
 
+use crate::boot::Past;
 use crate::host::Host;
 use crate::lease::{Awaited, Contender};
+use crate::repair::Wish;
 use crate::vm::Vm;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -94,6 +96,16 @@ impl Host {
         name: &VmName,
         request: RecoverRequest,
     ) -> Result<RecoverReport, HostError> {
+        self.recover_wanting(name, request, None)
+    }
+
+    /// The same of a VM that is to be protected like this.
+    pub(crate) fn recover_wanting(
+        self: &Arc<Self>,
+        name: &VmName,
+        request: RecoverRequest,
+        wish: Option<Wish>,
+    ) -> Result<RecoverReport, HostError> {
         // Before anything is held: this may take as long as a lease.
         let awaited = match request.dry_run {
             true => None,
@@ -114,8 +126,10 @@ impl Host {
         }
         self.drop_kept(name, "`recover` has another image")?;
         self.check_free(&record.definition)?;
-        let former = awaited.and_then(|awaited| awaited.lease);
-        report.status = Some(self.boot(record.definition, newest, former.as_ref())?);
+        let definition = record.definition.clone();
+        let lease = awaited.and_then(|awaited| awaited.lease);
+        let past = Past::of(Some(record), newest).after(lease).wanting(wish);
+        report.status = Some(self.boot(definition, past)?);
         Ok(report)
     }
 

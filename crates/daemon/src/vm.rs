@@ -62,6 +62,8 @@ struct PrimaryState {
     session: Option<Arc<primary::Session>>,
     /// Why a VM that should be protected is not; none if nobody asked.
     degraded: Option<String>,
+    /// The backup that it was to be protected to when it ran last, until somebody says what shall be now.
+    former_backup: Option<String>,
 }
 
 /// A VM that this host lost.
@@ -91,6 +93,7 @@ impl PrimaryVm {
             generation,
             session: None,
             degraded: None,
+            former_backup: None,
         };
         PrimaryVm {
             name,
@@ -138,6 +141,11 @@ impl PrimaryVm {
     /// Notes that it came to this host by a take-over.
     pub(crate) fn took_over(&self, takeover: TakeoverReport) {
         lock(&self.state).takeover = Some(takeover);
+    }
+
+    /// Notes the backup that it was to be protected to when it ran last, and is not to any more.
+    pub(crate) fn note_former_backup(&self, backup: Option<String>) {
+        lock(&self.state).former_backup = backup;
     }
 
     /// Notes that it was started by this restore of a snapshot.
@@ -202,6 +210,7 @@ impl PrimaryVm {
         let mut state = lock(&self.state);
         state.session = Some(session);
         state.degraded = None;
+        state.former_backup = None;
     }
 
     /// Whether the VM should be protected and is not.
@@ -274,6 +283,7 @@ impl PrimaryVm {
         fail::fail_point!("status");
         status.generation = state.generation;
         status.takeover = state.takeover;
+        status.former_backup = state.former_backup.clone();
         status.protection = match &state.degraded {
             Some(reason) => Protection::Degraded { reason: reason.clone() },
             None => Protection::Off,

@@ -260,6 +260,10 @@ pub struct VmStatus {
     /// again as soon as it could.
     #[serde(default)]
     pub lapse: Option<String>,
+    /// The backup that it was to be protected to when it ran here last, if it was started since and nobody has asked
+    /// for protection again.
+    #[serde(default)]
+    pub former_backup: Option<String>,
     /// Since when it has been so, in milliseconds since 1970, as far as this daemon knows.
     #[serde(default)]
     pub since_ms: Option<u64>,
@@ -372,6 +376,7 @@ impl VmStatus {
             group: None,
             protection: Protection::Off,
             lapse: None,
+            former_backup: None,
             since_ms: None,
             disk_sync: None,
             mode: Mode::Checkpoint,

@@ -212,7 +212,16 @@ fn role(vm: &VmStatus) -> String {
 
 fn protection(vm: &VmStatus) -> String {
     match &vm.protection {
-        Protection::Off => "off".to_owned(),
+        Protection::Off => match &vm.former_backup {
+            None => "off".to_owned(),
+            Some(backup) => {
+                let name = &vm.name;
+                format!(
+                    "off; it was protected to {backup} before it was started again, and is so by \
+                     `understudy protect {name} --to {backup}`"
+                )
+            }
+        },
         Protection::Protected { peer } => match &vm.group {
             Some(group) => format!("protected with {peer} in group {group}"),
             None => format!("protected with {peer}"),

@@ -43,7 +43,16 @@ fn start(client: &Client, what: &Startable, json: bool) -> Result<Exit, Failure>
     };
     output::show(json, &status, |vm| {
         let slow = vm.slow.as_ref().map(|why| format!("slower than it could: {why}\n"));
-        format!("{} runs, unprotected\n{}", vm.name, slow.unwrap_or_default())
+        let before = vm.former_backup.as_ref().map(|backup| {
+            let name = &vm.name;
+            format!("it was protected before: `understudy protect {name} --to {backup}`\n")
+        });
+        let name = &vm.name;
+        format!(
+            "{name} runs, unprotected\n{}{}",
+            before.unwrap_or_default(),
+            slow.unwrap_or_default()
+        )
     })?;
     Ok(Exit::Ok)
 }

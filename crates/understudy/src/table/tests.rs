@@ -19,6 +19,7 @@ pub fn example(protection: Protection) -> VmStatus {
         group: None,
         protection,
         lapse: None,
+        former_backup: None,
         since_ms: Some(1_795_000_000_123),
         disk_sync: Some(DiskSync {
             full_because: None,
@@ -141,6 +142,12 @@ fn a_member_shows_its_group() {
     let mut member = example(Protection::Protected { peer: literal("b") });
     member.group = Some(literal("shop"));
     assert!(vms(&[member]).contains("protected with b in group shop"));
+}
+
+#[test]
+fn a_vm_that_was_protected_before_it_was_started_says_how_it_is_so_again() {
+    let status = VmStatus { former_backup: Some("b".into()), ..example(Protection::Off) };
+    assert!(vm(&status).contains("`understudy protect db --to b`"));
 }
 
 #[test]

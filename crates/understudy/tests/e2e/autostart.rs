@@ -4,7 +4,8 @@ use crate::group;
 use crate::recover::lose;
 use crate::refusals::quick;
 use crate::stage::{
-    Calm, LIMIT, PACE, await_service, options, play, prove_disk, refusal, repairing_daemon,
+    Calm, LIMIT, PACE, await_degraded, await_service, options, play, prove_disk, refusal,
+    repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -118,6 +119,33 @@ fn a_protected_vm_comes_up_where_it_ran_and_is_protected_again() {
         })?;
         scene.await_guest()?;
         prove_disk(scene, "a", acked)
+    });
+}
+
+/// The second restart forgot what the first one had read: the guest ran on unprotected, and nobody was told.
+#[test]
+fn how_a_vm_is_to_be_protected_is_not_forgotten_while_there_is_no_backup() {
+    play(hasty(), |scene| {
+        set_autostart(scene)?;
+        scene.protected_guest("a", "b")?;
+        lose(scene, &["a", "b"])?;
+        for _ in 0..2 {
+            scene.restart("a")?;
+            await_coming_up(scene, "a")?;
+            let reason = await_degraded(scene, "a")?;
+            ensure!(reason.contains("protect"), "{reason}");
+            lose(scene, &["a"])?;
+        }
+        scene.restart("a")?;
+        await_coming_up(scene, "a")?;
+        // Who starts it says anew how it is protected.
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        let words = scene.host("a")?.call(["vm", "start", VM])?;
+        let advice = format!("understudy protect {VM} --to b");
+        ensure!(words.contains(&advice), "{words}");
+        let words = scene.host("a")?.call(["status", VM])?;
+        ensure!(words.contains(&advice), "{words}");
+        scene.host("a")?.call(["vm", "stop", VM, "--force"]).map(drop)
     });
 }
 
