@@ -368,6 +368,7 @@ Example of a configuration:
   ca = \"/etc/understudy/ca.pem\"
   cert = \"/etc/understudy/a.pem\"
   key = \"/etc/understudy/a.key\"
+  revoked = \"/etc/understudy/revoked.pem\"
 
 Optional: state_dir, socket, qemu, agent (absolute paths), memory = \"64G\" (the
 most that VMs and backups may take together; else what is available),
