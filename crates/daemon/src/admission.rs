@@ -25,6 +25,10 @@ use understudy_replication::records::Record;
 use understudy_report::Mode;
 use understudy_report::error::{ErrorKind, HostError};
 
+/// What is left where a VM's newest images are lost.
+pub(crate) const LOST: &str = "if they are lost for good, `understudy vm start FILE --force` starts it \
+                               on FILE's, of a backup say (docs/runbook.md)";
+
 impl Host {
     /// Refuses names and MAC addresses that are in use on this host.
     pub(crate) fn check_free(&self, definition: &VmDefinition) -> Result<(), HostError> {
@@ -262,7 +266,9 @@ impl Host {
                 format!("host {host} runs it now: `understudy status {name}` there shows it")
             }
             None => {
-                format!("`understudy recover {name}` finds its valid images and starts it on them")
+                format!(
+                    "`understudy recover {name}` finds its valid images and starts it on them; {LOST}"
+                )
             }
         }
     }
@@ -285,7 +291,7 @@ impl Host {
         let message = format!(
             "{name} cannot be started here from this definition: its newest images are {}, where it \
              ran last, and those of the definition are stale; `understudy vm start {name}` starts it \
-             on the newest, `understudy recover {name}` asks the other hosts first",
+             on the newest, `understudy recover {name}` asks the other hosts first; {LOST}",
             newest.join(", ")
         );
         Err(HostError::new(ErrorKind::Conflict, message))

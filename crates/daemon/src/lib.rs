@@ -14,6 +14,7 @@ mod group;
 mod hand_back;
 mod host;
 mod incoming;
+mod insist;
 pub mod keeper;
 mod lease;
 mod lifecycle;

@@ -1,6 +1,7 @@
 //! Recovery after both hosts were lost: ask everybody, name the valid images, start the
 //! VM on them.
 
+use crate::admission::LOST;
 use crate::boot::Past;
 use crate::host::Host;
 use crate::lease::{Awaited, Contender};
@@ -137,7 +138,7 @@ impl Host {
     pub(crate) fn inquire_of_images(&self, name: &VmName) -> Result<Inquiry, HostError> {
         let inquiry = self.inquire(name)?;
         if inquiry.answers.iter().all(|answer| answer.record.is_none()) {
-            let message = format!("no host that answers has images of {name}");
+            let message = format!("no host that answers has images of {name}; {LOST}");
             return Err(HostError::new(ErrorKind::NotFound, message));
         }
         Ok(inquiry)
@@ -170,21 +171,23 @@ impl Host {
             Finding::Valid { host, .. } => {
                 return conflict(format!(
                     "the valid images of {name} are on host {host}: {}; run `understudy recover \
-                     {name}` there",
+                     {name}` there; if that is another name of this host, or it is gone for good and older \
+                     images will do, --force starts it on this host's; {LOST}",
                     report.reason
                 ));
             }
             Finding::Undecided(why) => {
                 return conflict(format!(
                     "the valid images of {name} cannot be told: {why}; --force starts it on this \
-                     host's images all the same, and may lose what was acknowledged"
+                     host's images all the same, and may lose what was acknowledged; {LOST}"
                 ));
             }
         }
         let known = inquiry.arbiter.generation();
         let record = inquiry.answers.into_iter().find(|answer| answer.host == *here);
         let record = record.and_then(|answer| answer.record).ok_or_else(|| {
-            HostError::new(ErrorKind::NotFound, format!("host {here} has no images of {name}"))
+            let message = format!("host {here} has no images of {name}; {LOST}");
+            HostError::new(ErrorKind::NotFound, message)
         })?;
         if record.image.role == ImageRole::Syncing {
             return conflict(format!(
