@@ -163,7 +163,9 @@ pub enum Command {
     #[command(after_help = UPGRADE_HELP)]
     Upgrade(UpgradeArgs),
     /// Show this host's VMs, or one of them in full.
-    #[command(after_help = "Exits with 3 if VM was to be protected and its protection is lost.")]
+    #[command(
+        after_help = "Exits with 3 if VM was to be protected and its protection is lost, or is being restored."
+    )]
     Status {
         /// The VM's name; all VMs without it.
         vm: Option<String>,

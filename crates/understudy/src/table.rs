@@ -231,7 +231,11 @@ fn protection(vm: &VmStatus) -> String {
             format!("NOT PROTECTED: output is not held, as asked for; {peer} follows")
         }
         Protection::Syncing { peer, done_bytes, total_bytes, remaining_seconds } => {
-            syncing(peer, *done_bytes, *total_bytes, *remaining_seconds)
+            let text = syncing(peer, *done_bytes, *total_bytes, *remaining_seconds);
+            match vm.restoring {
+                true => format!("DEGRADED: protection was lost, and is being restored: {text}"),
+                false => text,
+            }
         }
     }
 }
