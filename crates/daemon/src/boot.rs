@@ -199,6 +199,9 @@ impl Host {
         if force && self.orphans.give_up(name) && !self.vms.lock().contains_key(name) {
             return Ok(());
         }
+        if self.forget_the_lost(name) {
+            return Ok(());
+        }
         match self.vm(name)? {
             Vm::Primary(vm) if vm.kept().is_some() => {
                 self.drop_kept(name, "its operator ended it")?;

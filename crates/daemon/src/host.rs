@@ -10,11 +10,13 @@ use crate::keeper::note::Claim;
 use crate::keeper::places::{Door, Kept};
 use crate::lease::Watchdog;
 use crate::lifecycle::{check_goes_on, check_stays, stands_still};
+use crate::lost;
 use crate::membership::{self, Members};
 use crate::orphans::Orphans;
 use crate::peers::{self, Peers};
 use crate::snapshot::frames::Fabric;
 use crate::snapshot::{Snapshots, start_sampling, start_schedules};
+use crate::troubles::Troubles;
 use crate::vm::{PrimaryVm, Vm};
 use crate::{arbiter_watch, expiry, gate, keeper, lease, memory_pressure, webhook};
 use std::collections::BTreeMap;
@@ -37,7 +39,7 @@ use understudy_qemu::programs::Missing;
 use understudy_qemu::{Capabilities, cache};
 use understudy_replication::backup;
 use understudy_replication::handshake::Identity;
-use understudy_replication::records::{Record, Records};
+use understudy_replication::records::Records;
 use understudy_replication::resync;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::Journal;
@@ -59,8 +61,6 @@ pub struct Host {
     pub(crate) keeps: Option<Kept>,
     pub(crate) identity: Identity,
     pub(crate) arbiter: Option<Arbiter>,
-    /// What is wrong with it.
-    pub(crate) arbiter_problem: Common<Option<String>>,
     pub(crate) capabilities: Capabilities,
     pub(crate) agent: PathBuf,
     /// What speaks against protecting VMs on this kernel.
@@ -93,6 +93,8 @@ pub struct Host {
     pub(crate) watchdog: Common<Option<Watchdog>>,
     /// Guests that outlived the last daemon.
     pub(crate) orphans: Orphans,
+    /// What is wrong with this host.
+    pub(crate) troubles: Common<Troubles>,
     /// VMs that are to come up with this host.
     pub(crate) awaited: Awaited,
     /// What happened.
@@ -130,7 +132,7 @@ impl Host {
         start_schedules(&host);
         start_sampling(&host);
         let records = host.records.all();
-        host.tell_of_the_lost(records.clone());
+        lost::start(&host, &records).map_err(internal)?;
         orphans.into_iter().for_each(|orphan| host.take_back(orphan));
         autostart::start(&host, records).map_err(internal)?;
         info!("host {} listens on {:?}", host.config.name, host.config.listen);
@@ -208,7 +210,6 @@ impl Host {
             keeps,
             identity,
             arbiter,
-            arbiter_problem: Common::default(),
             capabilities,
             agent,
             kernel_problem,
@@ -224,6 +225,7 @@ impl Host {
             snapshots: Snapshots::default(),
             watchdog: Common::default(),
             orphans: Orphans::default(),
+            troubles: Common::default(),
             awaited: Awaited::default(),
             events: Journal::default(),
             meters: Meters::default(),
@@ -287,8 +289,12 @@ impl Host {
 
     fn problems(&self) -> Vec<String> {
         let tls = self.identity.tls.iter().flat_map(|tls| tls.problems());
-        let others = self.arbiter_problem.lock().clone().into_iter().chain(self.peers.problem());
-        others.chain(tls).collect()
+        let others = self.arbiter_problem().into_iter().chain(self.peers.problem());
+        others.chain(tls).chain(self.problems_of_the_lost()).collect()
+    }
+
+    fn arbiter_problem(&self) -> Option<String> {
+        self.troubles.lock().arbiter.clone()
     }
 
     fn arbiter_report(&self) -> Option<ArbiterReport> {
@@ -296,7 +302,7 @@ impl Host {
             ArbiterConfig::File { .. } => "file",
             ArbiterConfig::Etcd(_) => "etcd",
         };
-        Some(ArbiterReport { kind: kind.to_owned(), problem: self.arbiter_problem.lock().clone() })
+        Some(ArbiterReport { kind: kind.to_owned(), problem: self.arbiter_problem() })
     }
 
     /// Everything on this host.
@@ -346,35 +352,6 @@ impl Host {
         self.records.change(name, |record| record.image.generation = generation).map_err(internal)
     }
 
-    /// VMs that ran here when the last daemon ended. The arbiter, which knows whether another
-    /// host has one since, may take its time.
-    fn tell_of_the_lost(self: &Arc<Self>, mut lost: Vec<Record>) {
-        let ran = |record: &Record| {
-            record.image.role == ImageRole::Active && !autostart::comes_up(record)
-        };
-        let is_here = |vm: &VmName| self.orphans.why(vm).is_some() || self.keeper_of(vm).is_some();
-        lost.retain(|record| ran(record) && !is_here(&record.definition.name));
-        if lost.is_empty() {
-            return;
-        }
-        let host = self.clone();
-        let tell = move || lost.iter().for_each(|record| host.tell_of(&record.definition.name));
-        if let Err(error) = std::thread::Builder::new().name("lost".to_owned()).spawn(tell) {
-            warn!("cannot start a thread: {error}");
-        }
-    }
-
-    fn tell_of(&self, vm: &VmName) {
-        let owner = self.arbiter.as_ref().and_then(|arbiter| arbiter.current(vm).ok().flatten());
-        let other = owner.and_then(|owner| owner.host).filter(|host| *host != self.config.name);
-        match other {
-            Some(other) => {
-                info!(%vm, "ran here when this host's daemon ended; host {other} has it since");
-            }
-            None => warn!(%vm, "ran here when this host's daemon ended: `understudy recover {vm}`"),
-        }
-    }
-
     /// A group that this host's configuration has.
     pub(crate) fn cluster(&self, name: &GroupName) -> Result<&ClusterConfig, HostError> {
         self.config.clusters.get(name).ok_or_else(|| {
@@ -403,7 +380,9 @@ impl Host {
                         .to_owned()
                 })
             };
-            let message = match self.orphans.why(name).or_else(kept).or_else(awaited) {
+            let lost = || self.why_lost(name);
+            let why = self.orphans.why(name).or_else(kept).or_else(awaited).or_else(lost);
+            let message = match why {
                 Some(why) => format!("{name} {why}"),
                 None => format!("there is no VM {name:?} on host {}", self.config.name),
             };

@@ -149,6 +149,31 @@ fn how_a_vm_is_to_be_protected_is_not_forgotten_while_there_is_no_backup() {
     });
 }
 
+/// After a crash of its daemon a VM without a backup was gone without a word: it was in the log alone.
+#[test]
+fn a_vm_that_nothing_brings_up_again_is_told_until_somebody_decides() {
+    play(hasty(), |scene| {
+        scene.start_guest("a")?;
+        for command in [&["recover", VM][..], &["vm", "stop", VM]] {
+            lose(scene, &["a"])?;
+            scene.restart("a")?;
+            let advice = format!("understudy recover {VM}");
+            wait_for("host a to miss its guest", LIMIT, || {
+                let told = scene.host("a")?.call(["status"])?;
+                Ok((told.contains("WRONG: guest ran here") && told.contains(&advice)).then_some(()))
+            })?;
+            let (code, words) = refusal(scene.host("a")?, &["status", VM])?;
+            ensure!(code == 4 && words.contains(&advice), "{code}: {words}");
+            scene.host("a")?.call(command)?;
+            let told = scene.host("a")?.call(["status"])?;
+            ensure!(!told.contains("WRONG"), "{told}");
+        }
+        lose(scene, &["a"])?;
+        scene.restart("a")?;
+        ensure_nothing(scene, "a")
+    });
+}
+
 /// Members come up one by one, whichever is quicker, and are one group again.
 #[test]
 fn the_members_of_a_group_come_up_and_are_protected_as_one() {
