@@ -18,7 +18,7 @@ use crate::snapshot::frames::Fabric;
 use crate::snapshot::{Snapshots, start_sampling, start_schedules};
 use crate::troubles::Troubles;
 use crate::vm::{PrimaryVm, Vm};
-use crate::{arbiter_watch, expiry, gate, keeper, lease, memory_pressure, webhook};
+use crate::{arbiter_watch, bridges, expiry, gate, keeper, lease, memory_pressure, webhook};
 use std::collections::BTreeMap;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -172,6 +172,7 @@ impl Host {
         }
         peers::watch(self);
         arbiter_watch::start(self);
+        bridges::start(self).map_err(internal)?;
         lease::start(self).map_err(internal)
     }
 
@@ -259,6 +260,7 @@ impl Host {
 
     /// Adds what others know of the VM.
     fn complete(&self, mut status: VmStatus) -> VmStatus {
+        self.describe_cards(&mut status);
         status.events = self.events.sentences(&status.name);
         status.since_ms = self.events.since(&status.name);
         status.filling = self.snapshots.filling(&status.name);
@@ -290,7 +292,7 @@ impl Host {
     fn problems(&self) -> Vec<String> {
         let tls = self.identity.tls.iter().flat_map(|tls| tls.problems());
         let others = self.arbiter_problem().into_iter().chain(self.peers.problem());
-        others.chain(tls).chain(self.problems_of_the_lost()).collect()
+        others.chain(tls).chain(self.problems_of_cards()).chain(self.problems_of_the_lost()).collect()
     }
 
     fn arbiter_problem(&self) -> Option<String> {

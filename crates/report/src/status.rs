@@ -135,6 +135,9 @@ pub struct CardReport {
     pub tap: String,
     /// The bridge that the tap belongs to.
     pub bridge: String,
+    /// Why it is on none: the guest is not connected.
+    #[serde(default)]
+    pub problem: Option<String>,
 }
 
 /// One disk of a VM on this host.

@@ -166,7 +166,10 @@ pub fn vm(vm: &VmStatus) -> String {
         rows.push([format!("path {number}"), path(report)]);
     }
     for card in &vm.cards {
-        let text = format!("{}, tap {} on bridge {}", card.mac, card.tap, card.bridge);
+        let mut text = format!("{}, tap {} on bridge {}", card.mac, card.tap, card.bridge);
+        if let Some(problem) = &card.problem {
+            text += &format!(", NOT CONNECTED: {problem}");
+        }
         rows.push(["card".to_owned(), text]);
     }
     for disk in &vm.disks {

@@ -127,6 +127,7 @@ pub(super) fn machine_status(machine: &Machine, role: Role, live: bool) -> VmSta
         mac: card.mac.to_string(),
         tap: port.tap_name().to_owned(),
         bridge: card.bridge.clone(),
+        problem: None,
     });
     VmStatus {
         live,

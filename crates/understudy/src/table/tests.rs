@@ -81,6 +81,7 @@ pub fn example(protection: Protection) -> VmStatus {
             mac: "52:54:00:00:00:01".into(),
             tap: "us-db-0".into(),
             bridge: "br0".into(),
+            problem: None,
         }],
         disks: vec![DiskReport { path: "/srv/db.img".into() }],
         paths: vec![
