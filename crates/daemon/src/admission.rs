@@ -172,6 +172,14 @@ impl Host {
         ask().map(drop).map_err(|error| refused(&what, &error))
     }
 
+    /// Refuses to start anything in a QEMU of which nothing is known.
+    pub(crate) fn check_installed(&self) -> Result<(), HostError> {
+        match self.installed.obstacle() {
+            None => Ok(()),
+            Some(obstacle) => Err(HostError::new(ErrorKind::Invalid, obstacle)),
+        }
+    }
+
     fn installed_build(&self) -> Result<Option<String>, HostError> {
         let program = &self.capabilities.binary;
         build_id(program).map_err(|error| {

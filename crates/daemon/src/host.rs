@@ -36,7 +36,7 @@ use understudy_protocol::Generation;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::programs::Missing;
-use understudy_qemu::{Capabilities, cache};
+use understudy_qemu::{Capabilities, Installed, cache};
 use understudy_replication::backup;
 use understudy_replication::handshake::Identity;
 use understudy_replication::records::Records;
@@ -62,6 +62,8 @@ pub struct Host {
     pub(crate) identity: Identity,
     pub(crate) arbiter: Option<Arbiter>,
     pub(crate) capabilities: Capabilities,
+    /// The QEMU of which they are.
+    pub(crate) installed: Installed,
     pub(crate) agent: PathBuf,
     /// What speaks against protecting VMs on this kernel.
     pub(crate) kernel_problem: Option<String>,
@@ -184,6 +186,7 @@ impl Host {
         #[cfg(feature = "fail-points")]
         std::mem::forget(fail::FailScenario::setup());
         let qemu = config.qemu_path().map_err(not_found)?;
+        let installed = Installed::now(&qemu);
         let capabilities = cache::capabilities(&qemu, cache::directory().as_deref())
             .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
         let agent = config.agent_path().map_err(not_found)?;
@@ -212,6 +215,7 @@ impl Host {
             identity,
             arbiter,
             capabilities,
+            installed,
             agent,
             kernel_problem,
             vms: Common::default(),
@@ -292,7 +296,8 @@ impl Host {
     fn problems(&self) -> Vec<String> {
         let tls = self.identity.tls.iter().flat_map(|tls| tls.problems());
         let others = self.arbiter_problem().into_iter().chain(self.peers.problem());
-        others.chain(tls).chain(self.problems_of_cards()).chain(self.problems_of_the_lost()).collect()
+        let qemu = self.installed.obstacle();
+        others.chain(tls).chain(qemu).chain(self.problems_of_cards()).chain(self.problems_of_the_lost()).collect()
     }
 
     fn arbiter_problem(&self) -> Option<String> {

@@ -3,7 +3,7 @@
 //! From top to bottom, the life of a VM on one host:
 //! - [`definition`]: what the user wrote, checked;
 //! - [`programs`]: where QEMU and the agent library are found;
-//! - [`capabilities`]: what the installed QEMU can do, and [`cache`]: what it said before;
+//! - [`capabilities`]: what the installed QEMU can do, and [`cache`]: what it said before; [`Installed`]: whether it is still that;
 //! - [`processor`]: the processor that the guest sees, and whether a host has it;
 //! - [`command`]: the command line, a pure function of definition and resources;
 //! - [`release`]: whether two of them read each other's device state;
@@ -25,6 +25,7 @@ pub mod counting;
 pub mod definition;
 pub mod dirty_log;
 pub mod hold;
+mod installed;
 mod kvm;
 pub mod lockstep;
 pub mod pause;
@@ -41,6 +42,7 @@ pub use capabilities::{Accelerator, Capabilities};
 pub use clock::{ClockBase, TickRate};
 pub use command::{Resources, Role, command_line};
 pub use definition::{DefinitionError, VmDefinition};
+pub use installed::Installed;
 pub use kvm::{Kvm, Obstacle};
 pub use pause::AgentPauser;
 pub use process::Qemu;
