@@ -292,14 +292,15 @@ impl Host {
         };
         let (newest, named) = (images(&record.definition), images(definition));
         let mirrors = definition.name.below(&self.config.state_dir);
-        if named == newest || !newest.iter().any(|image| image.starts_with(&mirrors)) {
+        if !replaces(&named, &newest) || !newest.iter().any(|image| image.starts_with(&mirrors)) {
             return Ok(());
         }
         let newest: Vec<String> = newest.iter().map(|path| path.display().to_string()).collect();
         let message = format!(
             "{name} cannot be started here from this definition: its newest images are {}, where it \
              ran last, and those of the definition are stale; `understudy vm start {name}` starts it \
-             on the newest, `understudy recover {name}` asks the other hosts first; {LOST}",
+             on the newest, `understudy recover {name}` asks the other hosts first; `understudy vm show \
+             {name}` is a definition with the newest, to which a disk can be added; {LOST}",
             newest.join(", ")
         );
         Err(HostError::new(ErrorKind::Conflict, message))
@@ -371,6 +372,12 @@ impl Host {
     }
 }
 
+/// Whether images are named in the place of newer ones. Disks that are added to those, or left out of them, replace none.
+fn replaces(named: &[PathBuf], newest: &[PathBuf]) -> bool {
+    let lacks = |some: &[PathBuf], others: &[PathBuf]| others.iter().any(|it| !some.contains(it));
+    lacks(named, newest) && lacks(newest, named)
+}
+
 /// Refuses MAC addresses of another VM on this host.
 fn check_cards(definition: &VmDefinition, other: &VmDefinition) -> Result<(), HostError> {
     let taken = |mac| other.cards.iter().any(|other| other.mac == mac);
@@ -410,4 +417,25 @@ pub(crate) fn open_disks(
         .map(open)
         .collect::<Result<_, _>>()
         .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Any change was refused once a VM had been taken over.
+    #[test]
+    fn a_disk_that_is_added_or_left_out_replaces_none() {
+        let paths = |names: &[&str]| names.iter().map(PathBuf::from).collect::<Vec<_>>();
+        let newest = paths(&["/state/db/disk0.img", "/state/db/disk1.img"]);
+        let added = [newest.clone(), paths(&["/srv/new.img"])].concat();
+        for named in [&newest, &added, &newest[..1].to_vec()] {
+            assert!(!replaces(named, &newest), "{named:?}");
+        }
+        let before = paths(&["/srv/db.img", "/srv/data.img"]);
+        let half = paths(&["/state/db/disk0.img", "/srv/data.img"]);
+        for named in [before, half] {
+            assert!(replaces(&named, &newest), "{named:?}");
+        }
+    }
 }
