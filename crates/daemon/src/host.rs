@@ -294,7 +294,7 @@ impl Host {
     }
 
     fn problems(&self) -> Vec<String> {
-        let tls = self.identity.tls.iter().flat_map(|tls| tls.problems());
+        let certificates = self.problems_of_certificates();
         let others = self.arbiter_problem().into_iter().chain(self.peers.problem());
         let qemu = self.installed.obstacle();
         others.chain(tls).chain(qemu).chain(self.problems_of_cards()).chain(self.problems_of_the_lost()).collect()

@@ -43,10 +43,15 @@ pub struct Written {
 /// Makes a CA in `directory`, which is made if need be. An existing CA is kept:
 /// a new one would shut out every host that has a certificate of the old.
 pub fn init(directory: &Path) -> Result<Written, HostError> {
+    init_at(SystemTime::now(), directory)
+}
+
+/// The same, valid from `now` on.
+pub fn init_at(now: SystemTime, directory: &Path) -> Result<Written, HostError> {
     let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(directory);
     made.map_err(|error| cannot("make", directory, &error))?;
     let key = KeyPair::generate().map_err(internal)?;
-    let certificate = ca_params(SystemTime::now())?.self_signed(&key).map_err(internal)?;
+    let certificate = ca_params(now)?.self_signed(&key).map_err(internal)?;
     let written = Written { cert: directory.join(CA_CERT), key: directory.join(CA_KEY) };
     write(&written, &certificate.pem(), &key.serialize_pem())?;
     revocation::begin(directory)?;
