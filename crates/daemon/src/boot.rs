@@ -1,6 +1,7 @@
 //! Starts and stops VMs.
 
 use crate::admission::open_disks;
+use crate::closing::StillOn;
 use crate::host::{Host, failed};
 use crate::lease::FormerLease;
 use crate::lifecycle::check_stays;
@@ -9,7 +10,7 @@ use crate::repair::Wish;
 use crate::vm::{PrimaryVm, Vm};
 use anyhow::Context;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 #[cfg(feature = "fail-points")]
 use understudy_machine::home::Home;
 use understudy_machine::{Machine, Plan};
@@ -24,7 +25,7 @@ use understudy_report::VmStatus;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
 
-/// How long the guest may take to power off before it is ended.
+/// Its operator waits for a guest to power off as the daemon's end does, and for at least so long.
 const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What a VM that is started was before.
@@ -243,23 +244,24 @@ impl Host {
     }
 
     fn power_off(&self, vm: &PrimaryVm) -> Result<(), HostError> {
-        vm.machine()
-            .press_power_button()
-            .map_err(|error| failed("cannot press the power button", &error))?;
-        let name = vm.name();
-        let deadline = Instant::now() + POWER_OFF_TIMEOUT;
-        // The guest's power-off removes the VM.
-        while self.vms.lock().contains_key(name) {
-            if Instant::now() > deadline {
-                let message = format!(
-                    "{name} did not power off within {} s: use --force to end it",
-                    POWER_OFF_TIMEOUT.as_secs()
-                );
-                return Err(HostError::new(ErrorKind::Conflict, message));
+        let (name, bound) = (vm.name(), self.config.power_off_timeout.max(POWER_OFF_TIMEOUT));
+        let message = match self.press_and_wait(vm, bound) {
+            Ok(()) if !self.vms.lock().contains_key(name) => return Ok(()),
+            Ok(()) => format!(
+                "{name} did not power off here: `understudy status {name}` says what became of it"
+            ),
+            Err(StillOn::NotAsked(error)) => {
+                let message = format!("cannot press the power button of {name}: {error}");
+                return Err(HostError::new(ErrorKind::Internal, message));
             }
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        Ok(())
+            Err(StillOn::Hurried) => format!("{name} is being cut: the daemon ends"),
+            Err(StillOn::TimeIsOver) => format!(
+                "{name} has not powered off within {} s, and may still be about to: look again with \
+                 `understudy status {name}`, or end it with --force",
+                bound.as_secs()
+            ),
+        };
+        Err(HostError::new(ErrorKind::Conflict, message))
     }
 }
 

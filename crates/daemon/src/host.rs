@@ -50,7 +50,7 @@ use understudy_threads::Common;
 /// How long the backup may take to answer an operator's wish.
 pub(crate) const PEER_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How long an address may still be in use by the daemon before this one.
+/// How long an address may still be in use by the daemon before this one, or not be this host's yet.
 pub const ADDRESS_PATIENCE: Duration = Duration::from_secs(5);
 
 /// One running daemon. All calls block; call them off the async threads.
@@ -297,7 +297,12 @@ impl Host {
         let certificates = self.problems_of_certificates();
         let others = self.arbiter_problem().into_iter().chain(self.peers.problem());
         let qemu = self.installed.obstacle();
-        others.chain(tls).chain(qemu).chain(self.problems_of_cards()).chain(self.problems_of_the_lost()).collect()
+        others
+            .chain(certificates)
+            .chain(qemu)
+            .chain(self.problems_of_cards())
+            .chain(self.problems_of_the_lost())
+            .collect()
     }
 
     fn arbiter_problem(&self) -> Option<String> {
@@ -449,13 +454,19 @@ pub(crate) fn identify(config: &HostConfig) -> Result<Identity, HostError> {
     Ok(Identity { name: config.name.clone(), tls, keepers: config.keepers })
 }
 
-/// Waits for an address that a daemon which has just ended still has.
+/// Whether an address may be free in a moment: a daemon that has just ended still has it, or this host, which boots, has
+/// it not yet.
+pub fn may_be_bound_soon(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::AddrInUse | io::ErrorKind::AddrNotAvailable)
+}
+
+/// Waits for an address that may be free in a moment.
 fn bind(address: &SocketAddr) -> Result<TcpListener, HostError> {
     let deadline = Instant::now() + ADDRESS_PATIENCE;
     let error = loop {
         match TcpListener::bind(address) {
             Ok(listener) => return Ok(listener),
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < deadline => {
+            Err(error) if may_be_bound_soon(&error) && Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_millis(50));
             }
             Err(error) => break error,

@@ -43,7 +43,7 @@ mod upgrade;
 mod vm;
 mod webhook;
 
-pub use host::{ADDRESS_PATIENCE, Host};
+pub use host::{ADDRESS_PATIENCE, Host, may_be_bound_soon};
 pub use pulse::Pulse;
 pub use understudy_link::{pki, tls::ApiTls};
 pub use understudy_machine::custody;

@@ -55,14 +55,14 @@ pub async fn start(api: &Api, config: ApiConfig, tls: ApiTls) -> Result<(), Host
     Ok(())
 }
 
-/// Waits for an address that a daemon which has just ended still has.
+/// Waits for an address that may be free in a moment.
 async fn bind(address: SocketAddr) -> Result<TcpListener, HostError> {
     let deadline = tokio::time::Instant::now() + understudy_daemon::ADDRESS_PATIENCE;
     let error = loop {
         match TcpListener::bind(address).await {
             Ok(listener) => return Ok(listener),
             Err(error) if tokio::time::Instant::now() >= deadline => break error,
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+            Err(error) if understudy_daemon::may_be_bound_soon(&error) => {
                 tokio::time::sleep(PAUSE).await;
             }
             Err(error) => break error,

@@ -17,7 +17,7 @@ use tokio::sync::oneshot;
 use tokio::task::{JoinError, JoinHandle, spawn_blocking};
 use understudy_client::{Exit, Failure};
 use understudy_daemon::config::HostConfig;
-use understudy_daemon::{ADDRESS_PATIENCE, Host};
+use understudy_daemon::{ADDRESS_PATIENCE, Host, may_be_bound_soon};
 use understudy_report::{ErrorKind, HostError};
 
 /// The API waits on the host, so little work is left for its own threads.
@@ -149,7 +149,7 @@ async fn bind_metrics(address: SocketAddr) -> Result<tokio::net::TcpListener, Ho
     let deadline = Instant::now() + ADDRESS_PATIENCE;
     let bound = loop {
         match tokio::net::TcpListener::bind(address).await {
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < deadline => {
+            Err(error) if may_be_bound_soon(&error) && Instant::now() < deadline => {
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
             bound => break bound,
