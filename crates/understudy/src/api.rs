@@ -33,7 +33,7 @@ mod page;
 pub mod remote;
 mod snapshots;
 
-pub use access::Guard;
+pub use access::{Guard, check_tokens};
 pub use control::Control;
 pub use kept::{Routed, follow};
 
