@@ -360,7 +360,11 @@ impl Host {
         match arbiter.claim(key, from) {
             Verdict::Granted(generation) => Ok(generation),
             Verdict::Taken(owner) => {
-                let message = format!("another host took {key} just now: {owner:?}");
+                let (host, at) = (owner.host.as_deref(), owner.generation);
+                let message = format!(
+                    "{} took {key} just now, at generation {at}: ask again",
+                    host.map_or_else(|| "another host".to_owned(), |host| format!("host {host}"))
+                );
                 Err(HostError::new(ErrorKind::Conflict, message))
             }
             Verdict::Returned(generation) => {

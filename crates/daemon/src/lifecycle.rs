@@ -339,7 +339,7 @@ impl Host {
         match ended {
             Ok(PrimaryPhase::Alone(_)) => Ok(()),
             Ok(phase) | Err(phase) => {
-                let message = format!("protection of {} did not end: {phase:?}", vm.name());
+                let message = format!("protection of {} did not end: {phase}", vm.name());
                 Err(HostError::new(ErrorKind::Unreachable, message))
             }
         }
