@@ -6,29 +6,23 @@
 //! partition no answer is awaited on a dead one), and goes to the next endpoint
 //! when one does not answer.
 
+mod access;
+
 use crate::EtcdConfig;
+use access::Access;
 use anyhow::{Context, bail, ensure};
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
-use std::fs;
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
-use ureq::Agent;
-use ureq::tls::{Certificate, ClientCert, PemItem, RootCerts, TlsConfig, parse_pem};
-
-/// For one endpoint to answer one request: more than a fail-over ought to wait,
-/// and less than an election of etcd's takes by default.
-const REQUEST_TIMEOUT: Duration = Duration::from_millis(1_000);
 
 /// One etcd cluster. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Etcd {
-    agent: Agent,
+    access: Arc<Access>,
     endpoints: Arc<[String]>,
     prefix: String,
     /// The endpoint that answered last.
@@ -54,21 +48,17 @@ impl Etcd {
     /// The cluster of `config`. Does not ask it yet; an error is about the files
     /// of its `[arbiter]` section.
     pub fn new(config: &EtcdConfig) -> anyhow::Result<Etcd> {
-        let mut agent = Agent::config_builder()
-            .timeout_global(Some(REQUEST_TIMEOUT))
-            .max_idle_connections(0)
-            .http_status_as_error(false)
-            // etcd is on the management network: never by way of a proxy.
-            .proxy(None);
-        if let Some(tls) = tls(config)? {
-            agent = agent.tls_config(tls);
-        }
         Ok(Etcd {
-            agent: agent.build().into(),
+            access: Arc::new(Access::new(config.tls.as_ref())?),
             endpoints: config.endpoints.clone().into(),
             prefix: config.prefix.clone(),
             preferred: Arc::default(),
         })
+    }
+
+    /// What the operator should see to, for people: certificates that have changed and are not used.
+    pub fn problem(&self) -> Option<String> {
+        self.access.problem()
     }
 
     /// The entry of a key, if there is one; as the whole cluster knows it.
@@ -190,7 +180,8 @@ impl Etcd {
     }
 
     fn ask(&self, endpoint: &str, method: &str, body: &Value) -> anyhow::Result<Value> {
-        let mut response = self.agent.post(format!("{endpoint}/v3/{method}")).send_json(body)?;
+        let agent = self.access.agent();
+        let mut response = agent.post(format!("{endpoint}/v3/{method}")).send_json(body)?;
         let status = response.status();
         let answer: Value = response
             .body_mut()
@@ -209,34 +200,4 @@ fn encode_value(value: &impl Serialize) -> anyhow::Result<String> {
 /// The gateway writes 64-bit numbers as strings.
 fn integer(value: &Value) -> Option<i64> {
     value.as_str().and_then(|text| text.parse().ok()).or(value.as_i64())
-}
-
-fn tls(config: &EtcdConfig) -> anyhow::Result<Option<TlsConfig>> {
-    let Some(files) = &config.tls else { return Ok(None) };
-    let roots = certificates(&files.ca)?;
-    let chain = certificates(&files.cert)?;
-    let key = ureq::tls::PrivateKey::from_pem(&read(&files.key)?)
-        .with_context(|| format!("{} holds no private key", files.key.display()))?;
-    let tls = TlsConfig::builder()
-        .root_certs(RootCerts::Specific(Arc::new(roots)))
-        .client_cert(Some(ClientCert::new_with_certs(&chain, key)))
-        .build();
-    Ok(Some(tls))
-}
-
-fn certificates(path: &Path) -> anyhow::Result<Vec<Certificate<'static>>> {
-    let mut found = Vec::new();
-    for item in parse_pem(&read(path)?) {
-        if let PemItem::Certificate(certificate) =
-            item.with_context(|| format!("{} is not PEM", path.display()))?
-        {
-            found.push(certificate);
-        }
-    }
-    ensure!(!found.is_empty(), "{} holds no certificate", path.display());
-    Ok(found)
-}
-
-fn read(path: &Path) -> anyhow::Result<Vec<u8>> {
-    fs::read(path).with_context(|| format!("cannot read {}", path.display()))
 }

@@ -135,7 +135,9 @@ impl Memory {
             None => "has no arbiter's identity: is its storage mounted?".to_owned(),
         };
         let memory = match &self.path {
-            Some(path) => format!("stop the daemon and remove {}", path.display()),
+            Some(path) => {
+                format!("stop the daemon, and VMs that have keepers, and remove {}", path.display())
+            }
             None => "restart the daemon".to_owned(),
         };
         format!(

@@ -31,7 +31,7 @@ use understudy_report::events::EventList;
 use understudy_report::upgrade::{KeeperReplacement, UpgradePlan};
 use understudy_report::{
     CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
-    RecoverReport, RecoverRequest, VmStatus,
+    RecoverReport, RecoverRequest, StartRequest, VmStatus,
 };
 use understudy_snapshot::SnapshotNumber;
 
@@ -146,8 +146,14 @@ impl Client {
     }
 
     /// Starts a VM, unprotected.
-    pub fn vm_start(&self, definition: &VmDefinition) -> Result<VmStatus, Failure> {
-        self.json(Method::POST, "/v1/vms", encode(definition)?)
+    pub fn vm_start(
+        &self,
+        definition: &VmDefinition,
+        request: StartRequest,
+    ) -> Result<VmStatus, Failure> {
+        let StartRequest { force, other_host_is_off } = request;
+        let path = format!("/v1/vms?force={force}&other_host_is_off={other_host_is_off}");
+        self.json(Method::POST, &path, encode(definition)?)
     }
 
     /// Starts a VM as the host's record says, unprotected.

@@ -1,5 +1,6 @@
 //! Admission: everything that speaks against a VM, found before anything is changed.
 
+use crate::boot::Past;
 use crate::host::{Host, PEER_TIMEOUT, prepare_directory};
 use crate::protection::refused;
 use crate::vm::{PrimaryVm, Vm};
@@ -24,6 +25,10 @@ use understudy_replication::handshake::{Offer, Purpose, Welcome};
 use understudy_replication::records::Record;
 use understudy_report::Mode;
 use understudy_report::error::{ErrorKind, HostError};
+
+/// What is left where a VM's newest images are lost.
+pub(crate) const LOST: &str = "if they are lost for good, `understudy vm start FILE --force` starts it \
+                               on FILE's, of a backup say (docs/runbook.md)";
 
 impl Host {
     /// Refuses names and MAC addresses that are in use on this host.
@@ -168,6 +173,14 @@ impl Host {
         ask().map(drop).map_err(|error| refused(&what, &error))
     }
 
+    /// Refuses to start anything in a QEMU of which nothing is known.
+    pub(crate) fn check_installed(&self) -> Result<(), HostError> {
+        match self.installed.obstacle() {
+            None => Ok(()),
+            Some(obstacle) => Err(HostError::new(ErrorKind::Invalid, obstacle)),
+        }
+    }
+
     fn installed_build(&self) -> Result<Option<String>, HostError> {
         let program = &self.capabilities.binary;
         build_id(program).map_err(|error| {
@@ -230,9 +243,8 @@ impl Host {
         Ok(directory)
     }
 
-    /// Refuses to start a VM on images that are not its newest; returns the generation
-    /// from which this host may take it.
-    pub(crate) fn check_images(&self, definition: &VmDefinition) -> Result<Generation, HostError> {
+    /// Refuses to start a VM on images that are not its newest.
+    pub(crate) fn check_images(&self, definition: &VmDefinition) -> Result<Past, HostError> {
         let name = &definition.name;
         let record = self.record(name)?;
         let ownership = match &self.arbiter {
@@ -251,7 +263,8 @@ impl Host {
             self.check_paths(definition, record)?;
         }
         let newest = ownership.map_or(Generation(0), |owner| owner.generation);
-        Ok(newest.max(own.map_or(Generation(0), |own| own.generation)))
+        let newest = newest.max(own.map_or(Generation(0), |own| own.generation));
+        Ok(Past::of(record, newest))
     }
 
     /// What to do about a VM that this host may not start.
@@ -262,7 +275,9 @@ impl Host {
                 format!("host {host} runs it now: `understudy status {name}` there shows it")
             }
             None => {
-                format!("`understudy recover {name}` finds its valid images and starts it on them")
+                format!(
+                    "`understudy recover {name}` finds its valid images and starts it on them; {LOST}"
+                )
             }
         }
     }
@@ -278,14 +293,15 @@ impl Host {
         };
         let (newest, named) = (images(&record.definition), images(definition));
         let mirrors = definition.name.below(&self.config.state_dir);
-        if named == newest || !newest.iter().any(|image| image.starts_with(&mirrors)) {
+        if !replaces(&named, &newest) || !newest.iter().any(|image| image.starts_with(&mirrors)) {
             return Ok(());
         }
         let newest: Vec<String> = newest.iter().map(|path| path.display().to_string()).collect();
         let message = format!(
             "{name} cannot be started here from this definition: its newest images are {}, where it \
              ran last, and those of the definition are stale; `understudy vm start {name}` starts it \
-             on the newest, `understudy recover {name}` asks the other hosts first",
+             on the newest, `understudy recover {name}` asks the other hosts first; `understudy vm show \
+             {name}` is a definition with the newest, to which a disk can be added; {LOST}",
             newest.join(", ")
         );
         Err(HostError::new(ErrorKind::Conflict, message))
@@ -345,7 +361,11 @@ impl Host {
         match arbiter.claim(key, from) {
             Verdict::Granted(generation) => Ok(generation),
             Verdict::Taken(owner) => {
-                let message = format!("another host took {key} just now: {owner:?}");
+                let (host, at) = (owner.host.as_deref(), owner.generation);
+                let message = format!(
+                    "{} took {key} just now, at generation {at}: ask again",
+                    host.map_or_else(|| "another host".to_owned(), |host| format!("host {host}"))
+                );
                 Err(HostError::new(ErrorKind::Conflict, message))
             }
             Verdict::Returned(generation) => {
@@ -355,6 +375,12 @@ impl Host {
             Verdict::Unreachable(reason) => Err(HostError::new(ErrorKind::Unreachable, reason)),
         }
     }
+}
+
+/// Whether images are named in the place of newer ones. Disks that are added to those, or left out of them, replace none.
+fn replaces(named: &[PathBuf], newest: &[PathBuf]) -> bool {
+    let lacks = |some: &[PathBuf], others: &[PathBuf]| others.iter().any(|it| !some.contains(it));
+    lacks(named, newest) && lacks(newest, named)
 }
 
 /// Refuses MAC addresses of another VM on this host.
@@ -417,4 +443,25 @@ pub(crate) fn open_disks(
         .map(open)
         .collect::<Result<_, _>>()
         .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Any change was refused once a VM had been taken over.
+    #[test]
+    fn a_disk_that_is_added_or_left_out_replaces_none() {
+        let paths = |names: &[&str]| names.iter().map(PathBuf::from).collect::<Vec<_>>();
+        let newest = paths(&["/state/db/disk0.img", "/state/db/disk1.img"]);
+        let added = [newest.clone(), paths(&["/srv/new.img"])].concat();
+        for named in [&newest, &added, &newest[..1].to_vec()] {
+            assert!(!replaces(named, &newest), "{named:?}");
+        }
+        let before = paths(&["/srv/db.img", "/srv/data.img"]);
+        let half = paths(&["/state/db/disk0.img", "/srv/data.img"]);
+        for named in [before, half] {
+            assert!(replaces(&named, &newest), "{named:?}");
+        }
+    }
 }

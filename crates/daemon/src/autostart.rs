@@ -80,6 +80,12 @@ pub(crate) fn wish_of(record: Record) -> Option<Wish> {
     Some(Wish { request: record.wish?, group: record.group })
 }
 
+/// Notes in a record how its VM is to be protected.
+pub(crate) fn put_wish(record: &mut Record, wish: Option<&Wish>) {
+    record.wish = wish.map(|wish| wish.request.clone());
+    record.group = wish.and_then(|wish| wish.group.clone());
+}
+
 /// Has every VM come up that is to.
 pub(crate) fn start(host: &Arc<Host>, records: Vec<Record>) -> std::io::Result<()> {
     let comes_up = records.into_iter().filter(comes_up);
@@ -164,7 +170,7 @@ impl Host {
             return;
         }
         let wish = record.and_then(wish_of);
-        match self.recover(vm, RecoverRequest::default()) {
+        match self.recover_wanting(vm, RecoverRequest::default(), wish.clone()) {
             // Its operator ended the wait while it was about to start.
             Ok(_) if !self.awaited.give_up(vm) => {
                 if let Err(error) = self.vm_stop(vm, true) {
@@ -179,7 +185,7 @@ impl Host {
     /// Brings up the VM that this process keeps, as its daemon has decided.
     pub(crate) fn come_up(self: &Arc<Self>, vm: &VmName) -> Result<RecoverReport, HostError> {
         let wish = self.record(vm)?.and_then(wish_of);
-        let report = self.recover(vm, RecoverRequest::default())?;
+        let report = self.recover_wanting(vm, RecoverRequest::default(), wish.clone())?;
         self.came_up(vm, wish);
         Ok(report)
     }
@@ -193,7 +199,6 @@ impl Host {
     fn want_protected(self: &Arc<Self>, vm: &VmName, wish: Option<Wish>) {
         let (Some(wish), Ok(primary)) = (wish, self.primary(vm)) else { return };
         let remedy = format!("understudy protect {vm} --to {}", wish.request.to);
-        primary.repairer.set_wish(Some(wish));
         self.degraded(&primary, "it came up with its host".to_owned(), &remedy);
     }
 
@@ -237,11 +242,7 @@ impl Host {
 
     /// How the VM is to be protected when it comes up with its host.
     pub(crate) fn note_wish(&self, vm: &VmName, wish: Option<&Wish>) {
-        let note = |record: &mut Record| {
-            record.wish = wish.map(|wish| wish.request.clone());
-            record.group = wish.and_then(|wish| wish.group.clone());
-        };
-        if let Err(error) = self.records.change(vm, note) {
+        if let Err(error) = self.records.change(vm, |record| put_wish(record, wish)) {
             warn!(%vm, "{error}");
         }
     }

@@ -1,31 +1,78 @@
 //! Starts and stops VMs.
 
 use crate::admission::open_disks;
+use crate::closing::StillOn;
 use crate::host::{Host, failed};
 use crate::lease::FormerLease;
 use crate::lifecycle::check_stays;
 use crate::medium;
+use crate::repair::Wish;
 use crate::vm::{PrimaryVm, Vm};
 use anyhow::Context;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 #[cfg(feature = "fail-points")]
 use understudy_machine::home::Home;
 use understudy_machine::{Machine, Plan};
 use understudy_protocol::Generation;
-use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
+use understudy_protocol::{HostName, VmName};
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::LogRole;
 use understudy_qemu::{Accelerator, ClockBase, CpuNeeds, Role, VmDefinition};
 use understudy_replication::primary;
+use understudy_replication::records::Record;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
 use understudy_report::{Mode, VmStatus};
 use understudy_threads::lock;
 
-/// How long the guest may take to power off before it is ended.
+/// Its operator waits for a guest to power off as the daemon's end does, and for at least so long.
 const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What a VM that is started was before.
+#[derive(Default)]
+pub(crate) struct Past {
+    /// The newest generation known of it.
+    newest: Generation,
+    /// What is on record of the images that it starts on.
+    record: Option<Record>,
+    /// A host that has a copy of it, or had one.
+    pub peer: Option<HostName>,
+    /// The lease of its former owner, as it was when it was over.
+    lease: Option<FormerLease>,
+    /// How it is to be protected; none if its operator is to say so again.
+    pub wish: Option<Wish>,
+}
+
+impl Past {
+    /// That of a VM which starts on the images of its record, if it has one.
+    pub fn of(record: Option<Record>, newest: Generation) -> Past {
+        let peer = record.as_ref().and_then(|record| record.peer.clone());
+        Past { newest, record, peer, ..Past::default() }
+    }
+
+    /// The same after the wait for its former owner.
+    pub fn after(self, lease: Option<FormerLease>) -> Past {
+        Past { lease, ..self }
+    }
+
+    /// The same of a VM that is to be protected like this.
+    pub fn wanting(self, wish: Option<Wish>) -> Past {
+        Past { wish, ..self }
+    }
+
+    /// What is on record of the images.
+    pub fn record(&self) -> Option<&Record> {
+        self.record.as_ref()
+    }
+
+    /// The backup that it had to be protected to, if nobody has asked for that again.
+    fn former_backup(&self) -> Option<String> {
+        let wish = self.record.as_ref()?.wish.as_ref()?;
+        self.wish.is_none().then(|| wish.to.clone())
+    }
+}
 
 impl Host {
     /// Starts a VM on this host, unprotected.
@@ -36,8 +83,8 @@ impl Host {
         let name = definition.name.clone();
         let _beginning = self.begin_in_place(&name);
         self.check_free(&definition)?;
-        let newest = self.check_images(&definition)?;
-        self.boot(definition, newest, None)
+        let past = self.check_images(&definition)?;
+        self.boot(definition, past)
     }
 
     /// Starts a VM on this host as its record says, wherever its images lie by now.
@@ -47,8 +94,8 @@ impl Host {
         let _beginning = self.begin_in_place(name);
         let definition = self.recorded_definition(name)?;
         self.check_free(&definition)?;
-        let newest = self.check_images(&definition)?;
-        self.boot(definition, newest, None)
+        let past = self.check_images(&definition)?;
+        self.boot(definition, past)
     }
 
     /// The VM as it is on this host: its disks are the images that it runs on, or ran on last.
@@ -72,13 +119,11 @@ impl Host {
         })
     }
 
-    /// Starts a VM whose name is free on its newest images, `newest` being the newest
-    /// generation known of it; not if its former owner turns out to live.
+    /// Starts a VM whose name is free on its newest images; not if its former owner turns out to live.
     pub(crate) fn boot(
         self: &Arc<Self>,
         mut definition: VmDefinition,
-        newest: Generation,
-        former_owner: Option<&FormerLease>,
+        past: Past,
     ) -> Result<VmStatus, HostError> {
         if self.is_closing() {
             let message = format!("host {} is shutting down", self.config.name);
@@ -103,10 +148,9 @@ impl Host {
             true => Some(self.recording(&definition, accelerator)?),
             false => None,
         };
-        let former = self.record(&definition.name)?;
         let run_dir = self.vm_directory(&definition.name)?;
         medium::settle_drives(&mut definition, &run_dir)?;
-        let disks = open_disks(&definition, former.as_ref())?;
+        let disks = open_disks(&definition, past.record())?;
         let name = definition.name.clone();
         let plan = Plan {
             definition,
@@ -128,11 +172,13 @@ impl Host {
         let machine = self.launch(plan).map_err(|error| failed("cannot start the VM", &error))?;
         sync_images(&machine).map_err(|error| failed("cannot start the VM", &error))?;
         // Everything works: only now the arbiter's record changes.
-        let generation = self.take_ownership(&name, newest)?;
-        former_owner.map_or(Ok(()), |lease| self.check_former(&name, lease))?;
-        self.note_active(&machine, generation, former, &run_dir)?;
+        let generation = self.take_ownership(&name, past.newest)?;
+        past.lease.as_ref().map_or(Ok(()), |lease| self.check_former(&name, lease))?;
+        self.note_active(&machine, generation, &past, &run_dir)?;
         machine.settle_tpm().map_err(|error| failed("cannot start the VM", &error))?;
-        let vm = self.add_primary(machine.clone(), generation, None);
+        let former_backup = past.former_backup();
+        let vm = self.add_primary(machine.clone(), generation, past.wish);
+        vm.note_former_backup(former_backup);
         self.join_cluster(&machine, generation);
         machine.ensure_running().map_err(|error| failed("cannot start the guest", &error))?;
         vm.events.record(EventKind::Started);
@@ -156,6 +202,9 @@ impl Host {
         }
         // It may have been taken back just now.
         if force && self.orphans.give_up(name) && !self.vms.lock().contains_key(name) {
+            return Ok(());
+        }
+        if self.forget_the_lost(name) {
             return Ok(());
         }
         match self.vm(name)? {
@@ -200,7 +249,7 @@ impl Host {
 
     fn power_off(self: &Arc<Self>, vm: &Arc<PrimaryVm>) -> Result<(), HostError> {
         let left = self.leave_lockstep(vm)?;
-        let off = self.press_and_await(vm);
+        let off = self.ask_to_power_off(vm);
         if let (Err(error), Some(remedy)) = (&off, left)
             && self.still_runs(vm)
         {
@@ -221,24 +270,25 @@ impl Host {
         Ok(Some(session.membership().remedy()))
     }
 
-    fn press_and_await(&self, vm: &PrimaryVm) -> Result<(), HostError> {
-        vm.machine()
-            .press_power_button()
-            .map_err(|error| failed("cannot press the power button", &error))?;
-        let name = vm.name();
-        let deadline = Instant::now() + POWER_OFF_TIMEOUT;
-        // The guest's power-off removes the VM.
-        while self.vms.lock().contains_key(name) {
-            if Instant::now() > deadline {
-                let message = format!(
-                    "{name} did not power off within {} s: use --force to end it",
-                    POWER_OFF_TIMEOUT.as_secs()
-                );
-                return Err(HostError::new(ErrorKind::Conflict, message));
+    fn ask_to_power_off(&self, vm: &PrimaryVm) -> Result<(), HostError> {
+        let (name, bound) = (vm.name(), self.config.power_off_timeout.max(POWER_OFF_TIMEOUT));
+        let message = match self.press_and_wait(vm, bound) {
+            Ok(()) if !self.vms.lock().contains_key(name) => return Ok(()),
+            Ok(()) => format!(
+                "{name} did not power off here: `understudy status {name}` says what became of it"
+            ),
+            Err(StillOn::NotAsked(error)) => {
+                let message = format!("cannot press the power button of {name}: {error}");
+                return Err(HostError::new(ErrorKind::Internal, message));
             }
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        Ok(())
+            Err(StillOn::Hurried) => format!("{name} is being cut: the daemon ends"),
+            Err(StillOn::TimeIsOver) => format!(
+                "{name} has not powered off within {} s, and may still be about to: look again with \
+                 `understudy status {name}`, or end it with --force",
+                bound.as_secs()
+            ),
+        };
+        Err(HostError::new(ErrorKind::Conflict, message))
     }
 }
 

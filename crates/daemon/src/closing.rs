@@ -23,7 +23,7 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 const PRESS_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Why a guest that was asked to power off still runs.
-enum StillOn {
+pub(crate) enum StillOn {
     /// Its time is over.
     TimeIsOver,
     /// The operator does not want to wait for it.
@@ -153,7 +153,8 @@ impl Host {
         self.remove_primary(vm, ImageRole::Cut);
     }
 
-    fn press_and_wait(&self, vm: &PrimaryVm, bound: Duration) -> Result<(), StillOn> {
+    /// Presses the power button, again and again, until the guest has powered off.
+    pub(crate) fn press_and_wait(&self, vm: &PrimaryVm, bound: Duration) -> Result<(), StillOn> {
         let deadline = Instant::now() + bound;
         let mut asked = None;
         while self.still_runs(vm) {

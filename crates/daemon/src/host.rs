@@ -2,6 +2,7 @@
 
 use crate::arrivals::Arrivals;
 use crate::autostart::{self, Awaited};
+use crate::boot::Past;
 use crate::config::{ApiConfig, ArbiterConfig, ClusterConfig, HostConfig};
 use crate::containment::{self, Panics};
 use crate::gate::lobby::Lobby;
@@ -9,14 +10,16 @@ use crate::keeper::note::Claim;
 use crate::keeper::places::{Door, Kept};
 use crate::lease::Watchdog;
 use crate::lifecycle::{check_goes_on, check_stays, stands_still};
+use crate::lost;
 use crate::membership::{self, Members};
 use crate::orphans::Orphans;
 use crate::peers::{self, Peers};
 use crate::snapshot::frames::Fabric;
 use crate::snapshot::{Snapshots, start_sampling, start_schedules};
 use crate::state_dir::StateDir;
+use crate::troubles::Troubles;
 use crate::vm::{PrimaryVm, Vm};
-use crate::{arbiter_watch, expiry, gate, keeper, lease, memory_pressure, webhook};
+use crate::{arbiter_watch, bridges, expiry, gate, keeper, lease, memory_pressure, webhook};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
@@ -32,10 +35,10 @@ use understudy_protocol::Generation;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::programs::Missing;
-use understudy_qemu::{Capabilities, cache};
+use understudy_qemu::{Capabilities, Installed, cache};
 use understudy_replication::backup;
 use understudy_replication::handshake::Identity;
-use understudy_replication::records::{Record, Records};
+use understudy_replication::records::Records;
 use understudy_replication::resync;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::Journal;
@@ -46,7 +49,7 @@ use understudy_threads::Common;
 /// How long the backup may take to answer an operator's wish.
 pub(crate) const PEER_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How long an address may still be in use by the daemon before this one.
+/// How long an address may still be in use by the daemon before this one, or not be this host's yet.
 pub const ADDRESS_PATIENCE: Duration = Duration::from_secs(5);
 
 /// One running daemon. All calls block; call them off the async threads.
@@ -59,9 +62,9 @@ pub struct Host {
     _state_dir: Option<StateDir>,
     pub(crate) identity: Identity,
     pub(crate) arbiter: Option<Arbiter>,
-    /// What is wrong with it.
-    pub(crate) arbiter_problem: Common<Option<String>>,
     pub(crate) capabilities: Capabilities,
+    /// The QEMU of which they are.
+    pub(crate) installed: Installed,
     pub(crate) agent: PathBuf,
     /// What speaks against protecting VMs on this kernel.
     pub(crate) kernel_problem: Option<String>,
@@ -93,6 +96,8 @@ pub struct Host {
     pub(crate) watchdog: Common<Option<Watchdog>>,
     /// Guests that outlived the last daemon.
     pub(crate) orphans: Orphans,
+    /// What is wrong with this host.
+    pub(crate) troubles: Common<Troubles>,
     /// VMs that are to come up with this host.
     pub(crate) awaited: Awaited,
     /// What happened.
@@ -131,7 +136,7 @@ impl Host {
         start_schedules(&host);
         start_sampling(&host);
         let records = host.records.all();
-        host.tell_of_the_lost(records.clone());
+        lost::start(&host, &records).map_err(internal)?;
         orphans.into_iter().for_each(|orphan| host.take_back(orphan));
         autostart::start(&host, records).map_err(internal)?;
         info!("host {} listens on {:?}", host.config.name, host.config.listen);
@@ -172,6 +177,7 @@ impl Host {
         }
         peers::watch(self);
         arbiter_watch::start(self);
+        bridges::start(self).map_err(internal)?;
         lease::start(self).map_err(internal)
     }
 
@@ -187,6 +193,7 @@ impl Host {
         #[cfg(feature = "fail-points")]
         std::mem::forget(fail::FailScenario::setup());
         let qemu = config.qemu_path().map_err(not_found)?;
+        let installed = Installed::now(&qemu);
         let capabilities = cache::capabilities(&qemu, cache::directory().as_deref())
             .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
         let agent = config.agent_path().map_err(not_found)?;
@@ -215,8 +222,8 @@ impl Host {
             _state_dir: state_dir,
             identity,
             arbiter,
-            arbiter_problem: Common::default(),
             capabilities,
+            installed,
             agent,
             kernel_problem,
             vms: Common::default(),
@@ -231,6 +238,7 @@ impl Host {
             snapshots: Snapshots::default(),
             watchdog: Common::default(),
             orphans: Orphans::default(),
+            troubles: Common::default(),
             awaited: Awaited::default(),
             events: Journal::default(),
             meters: Meters::default(),
@@ -264,6 +272,7 @@ impl Host {
 
     /// Adds what others know of the VM.
     fn complete(&self, mut status: VmStatus) -> VmStatus {
+        self.describe_cards(&mut status);
         status.events = self.events.sentences(&status.name);
         status.since_ms = self.events.since(&status.name);
         status.filling = self.snapshots.filling(&status.name);
@@ -293,9 +302,19 @@ impl Host {
     }
 
     fn problems(&self) -> Vec<String> {
-        let tls = self.identity.tls.iter().flat_map(|tls| tls.problems());
-        let others = self.arbiter_problem.lock().clone().into_iter().chain(self.peers.problem());
-        others.chain(tls).collect()
+        let certificates = self.problems_of_certificates();
+        let others = self.arbiter_problem().into_iter().chain(self.peers.problem());
+        let qemu = self.installed.obstacle();
+        others
+            .chain(certificates)
+            .chain(qemu)
+            .chain(self.problems_of_cards())
+            .chain(self.problems_of_the_lost())
+            .collect()
+    }
+
+    fn arbiter_problem(&self) -> Option<String> {
+        self.troubles.lock().arbiter.clone()
     }
 
     fn arbiter_report(&self) -> Option<ArbiterReport> {
@@ -303,7 +322,7 @@ impl Host {
             ArbiterConfig::File { .. } => "file",
             ArbiterConfig::Etcd(_) => "etcd",
         };
-        Some(ArbiterReport { kind: kind.to_owned(), problem: self.arbiter_problem.lock().clone() })
+        Some(ArbiterReport { kind: kind.to_owned(), problem: self.arbiter_problem() })
     }
 
     /// Everything on this host.
@@ -331,14 +350,15 @@ impl Host {
         &self,
         machine: &Machine,
         generation: Generation,
-        former: Option<Record>,
+        past: &Past,
         directory: &Path,
     ) -> Result<(), HostError> {
         let mut record = self.records.of(ImageRole::Active, generation, &machine.definition_now());
-        if let Some(former) = former {
-            record.sessions = resync::reopen(&former, &machine.disks(), directory);
-            record.peer = former.peer;
+        if let Some(former) = past.record() {
+            record.sessions = resync::reopen(former, &machine.disks(), directory);
         }
+        record.peer = past.peer.clone();
+        autostart::put_wish(&mut record, past.wish.as_ref());
         self.records.write(&record).map_err(internal)
     }
 
@@ -350,35 +370,6 @@ impl Host {
     ) -> Result<(), HostError> {
         let name = &machine.definition().name;
         self.records.change(name, |record| record.image.generation = generation).map_err(internal)
-    }
-
-    /// VMs that ran here when the last daemon ended. The arbiter, which knows whether another
-    /// host has one since, may take its time.
-    fn tell_of_the_lost(self: &Arc<Self>, mut lost: Vec<Record>) {
-        let ran = |record: &Record| {
-            record.image.role == ImageRole::Active && !autostart::comes_up(record)
-        };
-        let is_here = |vm: &VmName| self.orphans.why(vm).is_some() || self.keeper_of(vm).is_some();
-        lost.retain(|record| ran(record) && !is_here(&record.definition.name));
-        if lost.is_empty() {
-            return;
-        }
-        let host = self.clone();
-        let tell = move || lost.iter().for_each(|record| host.tell_of(&record.definition.name));
-        if let Err(error) = std::thread::Builder::new().name("lost".to_owned()).spawn(tell) {
-            warn!("cannot start a thread: {error}");
-        }
-    }
-
-    fn tell_of(&self, vm: &VmName) {
-        let owner = self.arbiter.as_ref().and_then(|arbiter| arbiter.current(vm).ok().flatten());
-        let other = owner.and_then(|owner| owner.host).filter(|host| *host != self.config.name);
-        match other {
-            Some(other) => {
-                info!(%vm, "ran here when this host's daemon ended; host {other} has it since");
-            }
-            None => warn!(%vm, "ran here when this host's daemon ended: `understudy recover {vm}`"),
-        }
     }
 
     /// A group that this host's configuration has.
@@ -409,7 +400,9 @@ impl Host {
                         .to_owned()
                 })
             };
-            let message = match self.orphans.why(name).or_else(kept).or_else(awaited) {
+            let lost = || self.why_lost(name);
+            let why = self.orphans.why(name).or_else(kept).or_else(awaited).or_else(lost);
+            let message = match why {
                 Some(why) => format!("{name} {why}"),
                 None => format!("there is no VM {name:?} on host {}", self.config.name),
             };

@@ -45,6 +45,7 @@ fn disk_failed(vm: Arc<PrimaryVm>, error: &str) {
 impl Host {
     /// Starts a machine, whose name is free.
     pub(crate) fn launch(&self, plan: Plan<'_>) -> anyhow::Result<Arc<Machine>> {
+        self.check_installed()?;
         let name = plan.definition.name.clone();
         let launch = || Machine::launch(plan);
         let machine = Arc::new(within(&containment::of_vm(self, &name), launch)?);
@@ -339,7 +340,7 @@ impl Host {
         match ended {
             Ok(PrimaryPhase::Alone(_)) => Ok(()),
             Ok(phase) | Err(phase) => {
-                let message = format!("protection of {} did not end: {phase:?}", vm.name());
+                let message = format!("protection of {} did not end: {phase}", vm.name());
                 Err(HostError::new(ErrorKind::Unreachable, message))
             }
         }

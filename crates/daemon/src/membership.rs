@@ -73,19 +73,25 @@ impl Members {
 
     /// Reads which other hosts live.
     fn look(&self, etcd: &Etcd, name: &HostName) -> anyhow::Result<()> {
-        let mut others = BTreeMap::new();
-        for entry in etcd.list::<Member>(FOLDER)? {
-            // What is no host's name is no host's entry.
-            let Ok(host) = entry.key.trim_start_matches(FOLDER).parse::<HostName>() else {
-                continue;
-            };
-            if host != *name {
-                others.insert(host, entry.value);
-            }
-        }
+        let others = members(etcd, name)?;
         *self.others.lock() = others;
         Ok(())
     }
+}
+
+/// All but this host, as etcd says.
+pub(crate) fn members(etcd: &Etcd, name: &HostName) -> anyhow::Result<BTreeMap<HostName, Member>> {
+    let mut others = BTreeMap::new();
+    for entry in etcd.list::<Member>(FOLDER)? {
+        // What is no host's name is no host's entry.
+        let Ok(host) = entry.key.trim_start_matches(FOLDER).parse::<HostName>() else {
+            continue;
+        };
+        if host != *name {
+            others.insert(host, entry.value);
+        }
+    }
+    Ok(others)
 }
 
 impl Host {

@@ -96,6 +96,7 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
     if let Some(problem) = &host.kernel_problem {
         return refuse(problem.clone());
     }
+    host.check_installed()?;
     let (ours, theirs) = (host.capabilities.release(), &offer.qemu);
     if let Err(unlike) = ours.compare(theirs) {
         let [ours, theirs] = [ours.version, theirs.version];

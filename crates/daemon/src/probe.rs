@@ -1,12 +1,15 @@
 //! What `understudy doctor` asks other hosts and the arbiter: as the daemon would, and without a
 //! trace in anybody's log.
 
-use crate::config::HostConfig;
+use crate::config::{ArbiterConfig, HostConfig};
 use crate::host::{Host, identify};
 use crate::vm::PrimaryVm;
+use crate::{expiry, membership};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use understudy_arbiter::etcd::Etcd;
 use understudy_arbiter::{Arbiter, ArbiterName};
 use understudy_link::link::Link;
 use understudy_protocol::Generation;
@@ -15,6 +18,7 @@ use understudy_protocol::{HostName, VmName};
 use understudy_qemu::VmDefinition;
 use understudy_replication::handshake::Purpose;
 use understudy_replication::records::Records;
+use understudy_report::error::HostError;
 use understudy_report::upgrade::Versions;
 
 pub use understudy_machine::cgroup::{Controller, probe as control_groups};
@@ -66,6 +70,23 @@ pub enum ProbeError {
 pub fn recorded(config: &HostConfig) -> Vec<VmDefinition> {
     let records = Records::new(&config.state_dir, &config.name).all();
     records.into_iter().map(|record| record.definition).collect()
+}
+
+/// Loads this host's certificates as its daemon would; what is to be said of them.
+pub fn certificates(config: &HostConfig) -> Result<Vec<String>, HostError> {
+    let own = identify(config)?.tls.map_or_else(Vec::new, |tls| tls.problems());
+    Ok(own.into_iter().chain(expiry::of_etcd(config)).collect())
+}
+
+/// The other hosts: those of the configuration and, with etcd, those that live.
+pub fn hosts(config: &HostConfig) -> anyhow::Result<BTreeMap<HostName, Vec<SocketAddr>>> {
+    let mut hosts = BTreeMap::new();
+    if let Some(ArbiterConfig::Etcd(etcd)) = &config.arbiter {
+        let members = membership::members(&Etcd::new(etcd)?, &config.name)?;
+        hosts.extend(members.into_iter().map(|(host, member)| (host, member.addresses)));
+    }
+    hosts.extend(config.peers.clone());
+    Ok(hosts)
 }
 
 impl Host {

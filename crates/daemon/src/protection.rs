@@ -213,7 +213,7 @@ impl Host {
                 Err(HostError::new(ErrorKind::Unreachable, message))
             }
             Ok(phase) | Err(phase) => {
-                let message = format!("{name} was not handed over: {phase:?}");
+                let message = format!("{name} was not handed over: {phase}");
                 Err(HostError::new(ErrorKind::Unreachable, message))
             }
         }

@@ -1,8 +1,11 @@
 //! Recovery after both hosts were lost: ask everybody, name the valid images, start the
 //! VM on them.
 
+use crate::admission::LOST;
+use crate::boot::Past;
 use crate::host::Host;
 use crate::lease::{Awaited, Contender};
+use crate::repair::Wish;
 use crate::vm::Vm;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -95,6 +98,16 @@ impl Host {
         name: &VmName,
         request: RecoverRequest,
     ) -> Result<RecoverReport, HostError> {
+        self.recover_wanting(name, request, None)
+    }
+
+    /// The same of a VM that is to be protected like this.
+    pub(crate) fn recover_wanting(
+        self: &Arc<Self>,
+        name: &VmName,
+        request: RecoverRequest,
+        wish: Option<Wish>,
+    ) -> Result<RecoverReport, HostError> {
         // Before anything is held: this may take as long as a lease.
         let awaited = match request.dry_run {
             true => None,
@@ -115,8 +128,10 @@ impl Host {
         }
         self.drop_kept(name, "`recover` has another image")?;
         self.check_free(&record.definition)?;
-        let former = awaited.and_then(|awaited| awaited.lease);
-        report.status = Some(self.boot(record.definition, newest, former.as_ref())?);
+        let definition = record.definition.clone();
+        let lease = awaited.and_then(|awaited| awaited.lease);
+        let past = Past::of(Some(record), newest).after(lease).wanting(wish);
+        report.status = Some(self.boot(definition, past)?);
         Ok(report)
     }
 
@@ -124,7 +139,7 @@ impl Host {
     pub(crate) fn inquire_of_images(&self, name: &VmName) -> Result<Inquiry, HostError> {
         let inquiry = self.inquire(name)?;
         if inquiry.answers.iter().all(|answer| answer.record.is_none()) {
-            let message = format!("no host that answers has images of {name}");
+            let message = format!("no host that answers has images of {name}; {LOST}");
             return Err(HostError::new(ErrorKind::NotFound, message));
         }
         Ok(inquiry)
@@ -157,21 +172,23 @@ impl Host {
             Finding::Valid { host, .. } => {
                 return conflict(format!(
                     "the valid images of {name} are on host {host}: {}; run `understudy recover \
-                     {name}` there",
+                     {name}` there; if that is another name of this host, or it is gone for good and older \
+                     images will do, --force starts it on this host's; {LOST}",
                     report.reason
                 ));
             }
             Finding::Undecided(why) => {
                 return conflict(format!(
                     "the valid images of {name} cannot be told: {why}; --force starts it on this \
-                     host's images all the same, and may lose what was acknowledged"
+                     host's images all the same, and may lose what was acknowledged; {LOST}"
                 ));
             }
         }
         let known = inquiry.arbiter.generation();
         let record = inquiry.answers.into_iter().find(|answer| answer.host == *here);
         let record = record.and_then(|answer| answer.record).ok_or_else(|| {
-            HostError::new(ErrorKind::NotFound, format!("host {here} has no images of {name}"))
+            let message = format!("host {here} has no images of {name}; {LOST}");
+            HostError::new(ErrorKind::NotFound, message)
         })?;
         if record.image.role == ImageRole::Syncing {
             return conflict(format!(

@@ -92,6 +92,7 @@ impl Host {
         directory: &Path,
         lockstep: Lockstep,
     ) -> anyhow::Result<(Arc<Machine>, Adopted)> {
+        self.check_installed()?;
         // Until the VM is its own, nothing that happens to it happens to the VM.
         let adopted = Adopted::default();
         let name = &former.definition().name;

@@ -116,7 +116,7 @@ impl Host {
             PrimaryPhase::Protected => {
                 format!("protection goes on {}", described(session.mode()))
             }
-            phase => format!("{phase:?}"),
+            phase => phase.to_string(),
         };
         let message = format!("{} does not change its mode: {error:#}; {now}", vm.name());
         vm.events.note(message.clone());

@@ -16,6 +16,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 use time::OffsetDateTime;
+use understudy_arbiter::whole_file;
 use understudy_protocol::HostName;
 use understudy_report::error::{ErrorKind, HostError, cannot};
 
@@ -42,10 +43,15 @@ pub struct Written {
 /// Makes a CA in `directory`, which is made if need be. An existing CA is kept:
 /// a new one would shut out every host that has a certificate of the old.
 pub fn init(directory: &Path) -> Result<Written, HostError> {
+    init_at(SystemTime::now(), directory)
+}
+
+/// The same, valid from `now` on.
+pub fn init_at(now: SystemTime, directory: &Path) -> Result<Written, HostError> {
     let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(directory);
     made.map_err(|error| cannot("make", directory, &error))?;
     let key = KeyPair::generate().map_err(internal)?;
-    let certificate = ca_params(SystemTime::now())?.self_signed(&key).map_err(internal)?;
+    let certificate = ca_params(now)?.self_signed(&key).map_err(internal)?;
     let written = Written { cert: directory.join(CA_CERT), key: directory.join(CA_KEY) };
     write(&written, &certificate.pem(), &key.serialize_pem())?;
     revocation::begin(directory)?;
@@ -116,7 +122,8 @@ impl PublicKeyData for PublicKey {
 }
 
 /// Certifies another host's key as [`issue`] would one of its own making; returns the
-/// certificate, PEM. Nothing is written.
+/// certificate, PEM. It is kept as [`issue`] keeps its own, behind those that the host had before, so that all can
+/// be revoked.
 pub fn certify(
     directory: &Path,
     name: &HostName,
@@ -126,7 +133,19 @@ pub fn certify(
     let now = SystemTime::now();
     let issuer = issuer(directory, now)?;
     let certificate = host_params(now, name, days)?.signed_by(key, &issuer).map_err(internal)?;
+    keep(&directory.join(format!("{name}.pem")), &certificate.pem())?;
     Ok(certificate.pem())
+}
+
+/// Adds a certificate to a file of some.
+fn keep(path: &Path, certificate: &str) -> Result<(), HostError> {
+    let before = match fs::read_to_string(path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
+        Err(error) => return Err(cannot("read", path, &error)),
+    };
+    whole_file::replace(path, &(before + certificate), 0o644)
+        .map_err(|error| cannot("write", path, &error))
 }
 
 fn issuer(directory: &Path, now: SystemTime) -> Result<Issuer<'static, KeyPair>, HostError> {
@@ -246,6 +265,22 @@ mod tests {
         fs::remove_file(own.join("revoked.txt")).unwrap();
         let lost = revoke(&own, "a").unwrap_err().message;
         assert!(lost.contains("would be valid again"), "{lost}");
+    }
+
+    /// The authority kept nothing of a host that had joined: its certificate could not be revoked.
+    #[test]
+    fn all_certificates_of_a_host_that_joined_are_revoked() {
+        let directory = tempfile::tempdir().unwrap();
+        let pki = directory.path();
+        init(pki).unwrap();
+        let certificates: Vec<String> = (0..2)
+            .map(|_| {
+                let key = PublicKey::parse(HostKey::generate().unwrap().public().to_vec()).unwrap();
+                certify(pki, &"b".parse().unwrap(), &key, 1).unwrap()
+            })
+            .collect();
+        assert_eq!(fs::read_to_string(pki.join("b.pem")).unwrap(), certificates.concat());
+        assert_eq!(revoke(pki, "b").unwrap().certificates, 2);
     }
 
     #[test]

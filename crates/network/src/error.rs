@@ -15,6 +15,12 @@ pub enum NetworkError {
         /// The bridge's name as configured.
         bridge: String,
     },
+    /// The bridge of the card's definition is there, and carries nothing.
+    #[error("bridge {bridge} is down on this host: \"ip link set {bridge} up\"")]
+    BridgeDown {
+        /// The bridge's name as configured.
+        bridge: String,
+    },
     /// There is an interface of that name, but of another kind.
     #[error("interface {name} is no Linux bridge: name a bridge for the card")]
     NotABridge {

@@ -6,7 +6,8 @@ use crate::vlan::Vlans;
 use futures_util::TryStreamExt;
 use rtnetlink::packet_route::AddressFamily;
 use rtnetlink::packet_route::link::{
-    BridgeVlanInfoFlags, InfoBridge, InfoData, InfoKind, LinkAttribute, LinkInfo, LinkMessage,
+    BridgeVlanInfoFlags, InfoBridge, InfoData, InfoKind, LinkAttribute, LinkFlags, LinkInfo,
+    LinkMessage,
 };
 use rtnetlink::packet_route::neighbour::{NeighbourAttribute, NeighbourMessage};
 use rtnetlink::{Handle, LinkBridgeVlan, LinkDelRequest, LinkUnspec};
@@ -92,6 +93,38 @@ pub(crate) fn attach(
     })
 }
 
+/// Sees that a tap is a port of its bridge, and makes it one again of a bridge that was made anew; whether it had to.
+pub(crate) fn see_to(
+    tap: &str,
+    bridge: &str,
+    mac: MacAddress,
+    vlans: &Vlans,
+) -> Result<bool, NetworkError> {
+    check_bridge(bridge, vlans)?;
+    let (is_attached, is_up) = blocking(async |handle| {
+        let bridge = require_bridge(&handle, bridge).await?;
+        // One that is gone is of a VM that ends.
+        let tap = find(&handle, tap).await?;
+        let is_attached = tap.is_none_or(|tap| controller(&tap) == Some(bridge.index));
+        Ok((is_attached, bridge.is_up))
+    })?;
+    if !is_attached {
+        attach(tap, bridge, mac, vlans)?;
+    }
+    match is_up {
+        true => Ok(!is_attached),
+        false => Err(NetworkError::BridgeDown { bridge: bridge.to_owned() }),
+    }
+}
+
+/// The bridge that an interface is a port of.
+fn controller(link: &LinkMessage) -> Option<u32> {
+    link.attributes.iter().find_map(|attribute| match attribute {
+        LinkAttribute::Controller(index) => Some(*index),
+        _ => None,
+    })
+}
+
 /// A new port is in the bridge's default VLAN; this one is in its own instead.
 async fn set_vlans(
     handle: &Handle,
@@ -133,6 +166,7 @@ struct Bridge {
     index: u32,
     mtu: Option<u32>,
     address: Option<MacAddress>,
+    is_up: bool,
     /// Whether it keeps VLANs apart.
     filters: bool,
     /// The VLAN that a new port is in.
@@ -201,7 +235,9 @@ async fn find_bridge(handle: &Handle, name: &str) -> Result<Option<Bridge>, Netw
         return Err(NetworkError::NotABridge { name: name.to_owned() });
     }
     let index = link.header.index;
-    let mut bridge = Bridge { index, mtu: None, address: None, filters: false, default_vlan: None };
+    let is_up = link.header.flags.contains(LinkFlags::Up);
+    let mut bridge =
+        Bridge { index, mtu: None, address: None, is_up, filters: false, default_vlan: None };
     for attribute in &link.attributes {
         match attribute {
             LinkAttribute::Mtu(mtu) => bridge.mtu = Some(*mtu),

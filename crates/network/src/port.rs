@@ -8,6 +8,7 @@ use crate::error::NetworkError;
 use crate::fabric::{Fabric, Inlet, message};
 use crate::header::{HEADER_BYTES, Offloads};
 use crate::mac::MacAddress;
+use crate::netlink;
 use crate::next::NextGuest;
 use crate::outbound::InboundSink;
 use crate::pump::Pump;
@@ -236,6 +237,15 @@ impl Port {
         drop(outbound);
         self.shared.wake();
         self.shared.flush();
+    }
+
+    /// Sees that the tap is on its bridge, which may have been made anew, and puts it there again; whether that was
+    /// needed. Blocks for some milliseconds.
+    ///
+    /// # Errors
+    /// If it cannot be there: there is no such bridge, or it is down.
+    pub fn see_to_bridge(&self) -> Result<bool, NetworkError> {
+        netlink::see_to(self.tap_name(), &self.bridge, self.mac.for_tap(), &self.vlans)
     }
 
     /// Which card of the VM this is.

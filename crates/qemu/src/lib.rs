@@ -3,7 +3,7 @@
 //! From top to bottom, the life of a VM on one host:
 //! - [`definition`]: what the user wrote, checked;
 //! - [`programs`]: where QEMU and the agent library are found;
-//! - [`capabilities`]: what the installed QEMU can do, and [`cache`]: what it said before;
+//! - [`capabilities`]: what the installed QEMU can do, and [`cache`]: what it said before; [`Installed`]: whether it is still that;
 //! - [`processor`]: the processor that the guest sees, and whether a host has it;
 //! - [`tsc`]: the rate of its time stamp counter, and whether a host has that;
 //! - [`command`]: the command line, a pure function of definition and resources;
@@ -27,6 +27,7 @@ pub mod counting;
 pub mod definition;
 pub mod dirty_log;
 pub mod hold;
+mod installed;
 mod kvm;
 pub mod lockstep;
 pub mod pause;
@@ -45,6 +46,7 @@ pub use capabilities::{Accelerator, Capabilities};
 pub use clock::{ClockBase, TickRate};
 pub use command::{Resources, Role, command_line};
 pub use definition::{DefinitionError, VmDefinition};
+pub use installed::Installed;
 pub use kvm::{Kvm, Obstacle};
 pub use pause::AgentPauser;
 pub use process::Qemu;

@@ -147,6 +147,15 @@ impl Records {
         self.replace(&record)
     }
 
+    /// Forgets what this host's images of a VM are.
+    pub fn forget(&self, vm: &VmName) -> io::Result<()> {
+        let _changing = self.changing.lock();
+        let path = self.path(vm);
+        fs::remove_file(&path)
+            .and_then(|()| File::open(parent(&path))?.sync_all())
+            .map_err(|error| explain("remove", &path, error))
+    }
+
     fn replace(&self, record: &Record) -> io::Result<()> {
         let path = self.path(&record.definition.name);
         reserved::replace(&path, &serde_json::to_vec_pretty(record)?)
@@ -272,6 +281,8 @@ mod tests {
         left.sort();
         assert_eq!(left, ["record.json", "record.json.new"], "the record, and room for the next");
         assert_eq!(records.all().len(), 1);
+        records.forget(&literal("db")).unwrap();
+        assert_eq!(records.read(&literal("db")).unwrap(), None);
     }
 
     #[test]

@@ -36,5 +36,7 @@ pub use limits::LimitsReport;
 pub use lockstep::LockstepReport;
 pub use meters::Meters;
 pub use recovery::{RecoverReport, ValidImages};
-pub use requests::{DiskReads, GroupRequest, MediumRequest, Mode, ProtectRequest, RecoverRequest};
+pub use requests::{
+    DiskReads, GroupRequest, MediumRequest, Mode, ProtectRequest, RecoverRequest, StartRequest,
+};
 pub use status::*;

@@ -109,6 +109,18 @@ pub struct GroupRequest {
     pub hold_console: bool,
 }
 
+/// How `vm start` is to start the VM of a definition.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct StartRequest {
+    /// On the definition's images, whatever is known of others: what the guest acknowledged since is lost.
+    #[serde(default)]
+    pub force: bool,
+    /// The operator knows that no silent host runs the VM.
+    #[serde(default)]
+    pub other_host_is_off: bool,
+}
+
 /// What `recover` asks for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]

@@ -135,6 +135,9 @@ pub struct CardReport {
     pub tap: String,
     /// The bridge that the tap belongs to.
     pub bridge: String,
+    /// Why it is on none: the guest is not connected.
+    #[serde(default)]
+    pub problem: Option<String>,
 }
 
 /// One disk of a VM on this host.
@@ -260,6 +263,13 @@ pub struct VmStatus {
     /// again as soon as it could.
     #[serde(default)]
     pub lapse: Option<String>,
+    /// Whether it is copied anew after its protection was lost: until that has ended one more failure ends it.
+    #[serde(default)]
+    pub restoring: bool,
+    /// The backup that it was to be protected to when it ran here last, if it was started since and nobody has asked
+    /// for protection again.
+    #[serde(default)]
+    pub former_backup: Option<String>,
     /// Since when it has been so, in milliseconds since 1970, as far as this daemon knows.
     #[serde(default)]
     pub since_ms: Option<u64>,
@@ -360,6 +370,13 @@ pub struct VmStatus {
 }
 
 impl VmStatus {
+    /// Whether protection was asked for and is lost, or the guest stands still.
+    pub fn is_degraded(&self) -> bool {
+        let lost =
+            matches!(self.protection, Protection::Degraded { .. } | Protection::Unheld { .. });
+        lost || self.restoring || self.disk_error.is_some() || self.lease_over.is_some()
+    }
+
     /// A VM of which nothing is known but what this host is to it.
     pub fn new(name: &VmName, role: Role) -> VmStatus {
         VmStatus {
@@ -372,6 +389,8 @@ impl VmStatus {
             group: None,
             protection: Protection::Off,
             lapse: None,
+            restoring: false,
+            former_backup: None,
             since_ms: None,
             disk_sync: None,
             mode: Mode::Checkpoint,

@@ -33,7 +33,7 @@ pub mod remote;
 pub mod room;
 mod snapshots;
 
-pub use access::Guard;
+pub use access::{Guard, check_tokens};
 pub use control::Control;
 pub use kept::{Routed, follow};
 
@@ -56,7 +56,9 @@ use understudy_daemon::containment;
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::VmDefinition;
 use understudy_report::upgrade::{KeeperReplacement, UpgradePlan};
-use understudy_report::{CheckpointTiming, ComparisonReport, HostStatus, RecoverReport, VmStatus};
+use understudy_report::{
+    CheckpointTiming, ComparisonReport, HostStatus, RecoverReport, StartRequest, VmStatus,
+};
 use understudy_report::{ErrorKind, HostError};
 
 /// The longest request body: far more than any VM definition needs.
@@ -138,9 +140,14 @@ async fn upgrade_plan(State(host): Shared) -> Answer<UpgradePlan> {
     blocking(move || Ok(host.upgrade_plan())).await.map(Json)
 }
 
-async fn vm_start(State(host): Shared, body: Body) -> Answer<VmStatus> {
+async fn vm_start(
+    State(host): Shared,
+    query: Result<Query<StartRequest>, QueryRejection>,
+    body: Body,
+) -> Answer<VmStatus> {
+    let Query(request) = query.map_err(|rejection| invalid(rejection.body_text()))?;
     let definition = read(body)?;
-    blocking(move || host.vm_start(definition)).await.map(Json)
+    blocking(move || host.vm_start(definition, request)).await.map(Json)
 }
 
 async fn vm_start_recorded(State(host): Shared, Name(name): Name<VmName>) -> Answer<VmStatus> {

@@ -163,7 +163,9 @@ pub enum Command {
     #[command(after_help = UPGRADE_HELP)]
     Upgrade(UpgradeArgs),
     /// Show this host's VMs, or one of them in full.
-    #[command(after_help = "Exits with 3 if VM was to be protected and its protection is lost.")]
+    #[command(
+        after_help = "Exits with 3 if VM was to be protected and its protection is lost, or is being restored."
+    )]
     Status {
         /// The VM's name; all VMs without it.
         vm: Option<String>,
@@ -199,6 +201,14 @@ pub enum VmCommand {
         /// The VM's definition (TOML), or the name of a VM that ran on this host before.
         #[arg(value_name = "FILE|NAME", value_parser = Startable::parse)]
         what: Startable,
+        /// Start it on FILE's images, a backup's say, although its newest ones are, or may be, another host's or in
+        /// another place: what the guest acknowledged since is lost.
+        #[arg(long)]
+        force: bool,
+        /// You have made sure that every host that does not answer is off. Without it a host that
+        /// keeps no lease is not taken for dead.
+        #[arg(long, requires = "force")]
+        other_host_is_off: bool,
     },
     /// Make a definition of a VM that libvirt, Proxmox or QEMU runs, and say what becomes of each part.
     #[command(after_help = VM_IMPORT_HELP)]
@@ -368,6 +378,7 @@ Example of a configuration:
   ca = \"/etc/understudy/ca.pem\"
   cert = \"/etc/understudy/a.pem\"
   key = \"/etc/understudy/a.key\"
+  revoked = \"/etc/understudy/revoked.pem\"
 
 Optional: state_dir, socket, qemu, agent (absolute paths), memory = \"64G\" (the
 most that VMs and backups may take together; else what is available),
@@ -411,7 +422,11 @@ initrd and append. Relative paths count from the definition's folder.
 An argument that has a '/', ends in .toml, or is a file that exists is a
 definition. Anything else is the name of a VM that this host has a record of: it
 starts on the images that it ran on last, wherever a take-over or a restore has
-put them (`understudy vm show NAME` prints where).";
+put them (`understudy vm show NAME` prints where).
+
+Its host is gone for good, and there is a backup of its disks: name that in a
+definition, and start it with --force, which waits until a host that may run it
+lets nothing out any more. Never while a host that answers has it.";
 
 const VM_MEDIUM_HELP: &str = "\
 A protected VM stays so: its backup must have the same file at the same place,

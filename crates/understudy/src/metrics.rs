@@ -175,6 +175,12 @@ impl Page<'_> {
             |vm| states.map(|name| (with(vm, "state", name), state(&vm.protection) == name));
         let help = "1 for the state that the VM's protection is in";
         self.add("vm_protection", help, vms.iter().flat_map(protection).map(set));
+        let help =
+            "1 from the loss of the VM's protection until it is back, on the host that runs it";
+        self.flag("vm_protection_lost", help, |vm| {
+            let degraded = matches!(vm.protection, Protection::Degraded { .. });
+            vm.role == Role::Primary && (degraded || vm.restoring)
+        });
         self.flag("vm_live", "1 if the guest executes on this host", |vm| vm.live);
         let help = "1 if the guest stands still because a disk fails";
         self.flag("vm_disk_error", help, |vm| vm.disk_error.is_some());
@@ -360,16 +366,25 @@ mod tests {
         let text = lines(Protection::Degraded { reason: "b \"died\"".into() });
         check(&text, r#"understudy_vm_protection{vm="db",state="degraded"} 1.0"#);
         check(&text, r#"understudy_vm_protection{vm="db",state="protected"} 0.0"#);
+        check(&text, r#"understudy_vm_protection_lost{vm="db"} 1.0"#);
+        // Copied for the first time, and anew.
+        for (restoring, line) in [(false, "0.0"), (true, "1.0")] {
+            let text = page(vec![VmStatus { restoring, ..example(syncing()) }]);
+            check(&text, &format!("understudy_vm_protection_lost{{vm=\"db\"}} {line}"));
+        }
     }
 
-    /// Names and types of everything that a host may tell.
-    fn kinds() -> BTreeMap<String, String> {
-        let syncing = Protection::Syncing {
+    fn syncing() -> Protection {
+        Protection::Syncing {
             peer: literal("b"),
             done_bytes: 1,
             total_bytes: 2,
             remaining_seconds: None,
-        };
+        }
+    }
+
+    /// Names and types of everything that a host may tell.
+    fn kinds() -> BTreeMap<String, String> {
         let everything = VmStatus {
             throttle: Some(ThrottleReport {
                 vcpu_percent: 90,
@@ -383,7 +398,7 @@ mod tests {
             }),
             inbound: Some(InboundReport::default()),
             outbound: Some(OutboundReport::default()),
-            ..example(syncing)
+            ..example(syncing())
         };
         let text = page(vec![everything]);
         let of = |line: &str| {

@@ -166,7 +166,10 @@ pub fn vm(vm: &VmStatus) -> String {
         rows.push([format!("path {number}"), path(report)]);
     }
     for card in &vm.cards {
-        let text = format!("{}, tap {} on bridge {}", card.mac, card.tap, card.bridge);
+        let mut text = format!("{}, tap {} on bridge {}", card.mac, card.tap, card.bridge);
+        if let Some(problem) = &card.problem {
+            text += &format!(", NOT CONNECTED: {problem}");
+        }
         rows.push(["card".to_owned(), text]);
     }
     for disk in &vm.disks {
@@ -212,7 +215,16 @@ fn role(vm: &VmStatus) -> String {
 
 fn protection(vm: &VmStatus) -> String {
     match &vm.protection {
-        Protection::Off => "off".to_owned(),
+        Protection::Off => match &vm.former_backup {
+            None => "off".to_owned(),
+            Some(backup) => {
+                let name = &vm.name;
+                format!(
+                    "off; it was protected to {backup} before it was started again, and is so by \
+                     `understudy protect {name} --to {backup}`"
+                )
+            }
+        },
         Protection::Protected { peer } => match &vm.group {
             Some(group) => format!("protected with {peer} in group {group}"),
             None => format!("protected with {peer}"),
@@ -222,7 +234,11 @@ fn protection(vm: &VmStatus) -> String {
             format!("NOT PROTECTED: output is not held, as asked for; {peer} follows")
         }
         Protection::Syncing { peer, done_bytes, total_bytes, remaining_seconds } => {
-            syncing(peer, *done_bytes, *total_bytes, *remaining_seconds)
+            let text = syncing(peer, *done_bytes, *total_bytes, *remaining_seconds);
+            match vm.restoring {
+                true => format!("DEGRADED: protection was lost, and is being restored: {text}"),
+                false => text,
+            }
         }
     }
 }

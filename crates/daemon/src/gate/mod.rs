@@ -29,13 +29,19 @@ use understudy_report::error::{ErrorKind, HostError};
 /// Before the next try when the system has no descriptor, thread or memory; doubled each time.
 const BACK_OFF: [Duration; 2] = [Duration::from_millis(10), Duration::from_secs(1)];
 
-/// Waits for an address that a daemon which has just ended still has.
+/// Whether an address may be free in a moment: a daemon that has just ended still has it, or this host, which boots, has
+/// it not yet.
+pub fn may_be_bound_soon(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::AddrInUse | io::ErrorKind::AddrNotAvailable)
+}
+
+/// Waits for an address that may be free in a moment.
 pub(crate) fn bind(address: &SocketAddr) -> Result<TcpListener, HostError> {
     let deadline = Instant::now() + ADDRESS_PATIENCE;
     let error = loop {
         match TcpListener::bind(address) {
             Ok(listener) => return Ok(listener),
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < deadline => {
+            Err(error) if may_be_bound_soon(&error) && Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_millis(50));
             }
             Err(error) => break error,

@@ -73,6 +73,8 @@ fn a_host_joins_and_both_know_each_other() {
     assert_eq!((&ours.peers["b"], &theirs.peers["a"]), (&vec![b.address], &vec![a.address]));
     assert_eq!(ours.arbiter, theirs.arbiter);
     drop((tls(&a), tls(&b)));
+    // The authority can revoke what it has certified.
+    assert_eq!(pki::revoke(&a.pki(), "b").unwrap().certificates, 1);
     assert!(!b.pki().join(pki::CA_KEY).exists(), "the authority's key has travelled");
     let key = fs::metadata(b.pki().join("b.key")).unwrap().permissions().mode();
     assert_eq!(key & 0o777, 0o600);

@@ -2,6 +2,7 @@
 //! device state.
 
 use super::placement::runs_elsewhere;
+use crate::boot::Past;
 use crate::host::Host;
 use crate::lease::FormerLease;
 use crate::recover::OwnersWord;
@@ -170,7 +171,7 @@ impl Prepared {
         let generation = host.take_ownership(task.vm(), task.newest)?;
         let run = || -> anyhow::Result<()> {
             self.former.as_ref().map_or(Ok(()), |lease| host.check_former(task.vm(), lease))?;
-            host.note_active(&self.machine, generation, None, &self.directory)?;
+            host.note_active(&self.machine, generation, &Past::default(), &self.directory)?;
             self.machine.settle_tpm()?;
             let watch = Watch::begin(&self.machine, &self.filler)?;
             self.join(host, task, generation)?;

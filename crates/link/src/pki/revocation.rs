@@ -3,7 +3,7 @@
 use super::{CA_CERT, internal, issuer, moment};
 use crate::tls::certificate::{self, Facts};
 use rcgen::{CertificateRevocationListParams, KeyIdMethod, RevokedCertParams, SerialNumber};
-use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{CertificateError, Error, RootCertStore};
@@ -32,18 +32,20 @@ pub struct Revoked {
     pub certificates: usize,
 }
 
-/// Puts a certificate on the list of the CA in `directory`: that of host `which` there, or the
-/// one in the file `which`.
+/// Puts certificates on the list of the CA in `directory`: those of host `which` there, or of the
+/// file `which`.
 pub fn revoke(directory: &Path, which: &str) -> Result<Revoked, HostError> {
     let path = match which.contains('/') || which.ends_with(".pem") {
         true => PathBuf::from(which),
         false => directory.join(format!("{which}.pem")),
     };
-    let serial = hex(&check_issued(directory, &path)?.serial);
+    let issued = check_issued(directory, &path)?;
     let mut index = read_index(directory)?;
-    if !index.iter().any(|(known, _)| *known == serial) {
-        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        index.push((serial, now.as_secs()));
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    for serial in issued.iter().map(|facts| hex(&facts.serial)) {
+        if !index.iter().any(|(known, _)| *known == serial) {
+            index.push((serial, now.as_secs()));
+        }
     }
     write_list(directory, &index)
 }
@@ -54,26 +56,45 @@ pub(super) fn begin(directory: &Path) -> Result<(), HostError> {
     write_list(directory, &index).map(drop)
 }
 
-/// The facts of a certificate of this CA.
-fn check_issued(directory: &Path, path: &Path) -> Result<Facts, HostError> {
-    let read = |path: &Path| {
-        CertificateDer::from_pem_file(path).map_err(|error| {
-            let message = format!("cannot read the certificate {}: {error}", path.display());
-            HostError::new(ErrorKind::Invalid, message)
-        })
+/// The facts of the certificates in a file, which are all of this CA.
+fn check_issued(directory: &Path, path: &Path) -> Result<Vec<Facts>, HostError> {
+    let (ca, mut certificates) = (read(&directory.join(CA_CERT))?, read(path)?);
+    let ca = &ca[0];
+    // A chain may have it behind the host's own.
+    certificates.retain(|certificate| certificate != ca);
+    certificates.iter().map(|certificate| check(directory, path, ca, certificate)).collect()
+}
+
+/// The certificates of a file: at least one.
+fn read(path: &Path) -> Result<Vec<CertificateDer<'static>>, HostError> {
+    let read = || {
+        let found = CertificateDer::pem_file_iter(path)?.collect::<Result<Vec<_>, _>>()?;
+        if found.is_empty() { Err(pem::Error::NoItemsFound) } else { Ok(found) }
     };
+    read().map_err(|error| {
+        let message = format!("cannot read the certificate {}: {error}", path.display());
+        HostError::new(ErrorKind::Invalid, message)
+    })
+}
+
+/// The facts of a certificate of this CA.
+fn check(
+    directory: &Path,
+    path: &Path,
+    ca: &CertificateDer<'_>,
+    certificate: &CertificateDer<'_>,
+) -> Result<Facts, HostError> {
     let wrong = |message: String| HostError::new(ErrorKind::Invalid, message);
-    let (certificate, ca) = (read(path)?, read(&directory.join(CA_CERT))?);
-    let facts = certificate::parse(&certificate)
+    let facts = certificate::parse(certificate)
         .map_err(|error| wrong(format!("{}: {error}", path.display())))?;
     let mut roots = RootCertStore::empty();
-    roots.add(ca).map_err(|error| wrong(format!("{CA_CERT}: {error}")))?;
+    roots.add(ca.clone().into_owned()).map_err(|error| wrong(format!("{CA_CERT}: {error}")))?;
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider)
         .build()
         .map_err(|error| wrong(format!("{CA_CERT}: {error}")))?;
     use CertificateError::{BadSignature, UnknownIssuer};
-    match verifier.verify_client_cert(&certificate, &[], UnixTime::now()) {
+    match verifier.verify_client_cert(certificate, &[], UnixTime::now()) {
         Err(Error::InvalidCertificate(UnknownIssuer | BadSignature)) => {
             let (path, directory) = (path.display(), directory.display());
             Err(wrong(format!("{path} was not issued by the CA in {directory}")))

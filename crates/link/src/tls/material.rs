@@ -34,6 +34,8 @@ pub struct Material {
     verifier: Arc<dyn ClientCertVerifier>,
     /// Seconds since 1970 at which this host's certificate expires.
     pub(super) expires: i64,
+    /// Seconds since 1970 at which the last of the authority's certificates expires.
+    pub(super) authority_expires: i64,
     /// Whether this host's own certificate is revoked.
     pub(super) is_revoked: bool,
 }
@@ -76,7 +78,11 @@ impl Material {
             .with_context(|| format!("cannot read {}", files.cert.display()))?
             .not_after;
         let mut roots = RootCertStore::empty();
+        let mut authority_expires = 0;
         for certificate in certificates(&contents.ca, &files.ca)? {
+            let facts = certificate::parse(&certificate)
+                .with_context(|| format!("cannot read {}", files.ca.display()))?;
+            authority_expires = facts.not_after.max(authority_expires);
             let added = roots.add(certificate);
             added.with_context(|| format!("{} is not a CA's certificate", files.ca.display()))?;
         }
@@ -90,6 +96,7 @@ impl Material {
                 format!("cannot use the certificate {cert} with the key {key}")
             })?;
         material.expires = expires;
+        material.authority_expires = authority_expires;
         // A list of another authority would have every connection refused.
         material.is_revoked = match material.verdict(&chain[0], UnixTime::now()) {
             Err(Error::InvalidCertificate(CertificateError::Revoked)) => true,
@@ -137,7 +144,16 @@ impl Material {
             .with_client_auth_cert(chain, key)?;
         client.resumption = Resumption::disabled();
         let (client, server, callers) = (Arc::new(client), Arc::new(server), Arc::new(callers));
-        Ok(Material { contents, client, server, callers, verifier, expires: 0, is_revoked: false })
+        Ok(Material {
+            contents,
+            client,
+            server,
+            callers,
+            verifier,
+            expires: 0,
+            authority_expires: 0,
+            is_revoked: false,
+        })
     }
 
     /// Whether a peer's certificate, which was in order at `then`, is revoked now.

@@ -19,16 +19,19 @@ use anyhow::Context;
 use material::{Contents, Material};
 use rustls::client::verify_server_name;
 use rustls::crypto::{CryptoProvider, ring};
+use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::server::ParsedCertificate;
 use rustls::{ClientConnection, ServerConnection};
 use std::net::TcpStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use understudy_threads::Common;
 
 /// A certificate that expires within this time is told of.
 const NEAR_SECONDS: i64 = 30 * 24 * 3600;
+/// An authority's within this one: another takes new certificates for all hosts.
+const AUTHORITY_NEAR_SECONDS: i64 = 180 * 24 * 3600;
 
 /// Where a host's certificate and key are, and the CA's that it trusts.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -129,17 +132,19 @@ impl Tls {
     /// What the operator should see to; for people.
     pub fn problems(&self) -> Vec<String> {
         let material = self.material();
-        let left = material.expires - UnixTime::now().as_secs() as i64;
         let cert = self.files.cert.display();
         let mut problems: Vec<String> = self.state.lock().problem.iter().cloned().collect();
-        if left < NEAR_SECONDS {
-            let when = match left {
-                ..0 => "has expired".to_owned(),
-                _ => format!("expires in {} days", left / (24 * 3600)),
-            };
+        if let Some(when) = near(material.expires, NEAR_SECONDS) {
             problems.push(format!(
                 "the certificate {cert} {when}: issue a new one (`understudy pki issue`) and put \
                  it in its place; no restart is needed"
+            ));
+        }
+        if let Some(when) = near(material.authority_expires, AUTHORITY_NEAR_SECONDS) {
+            problems.push(format!(
+                "the authority {} {when}, and with it every host's certificate: make another in its \
+                 time (docs/operating.md, \"Certificates\")",
+                self.files.ca.display()
             ));
         }
         if material.is_revoked {
@@ -170,6 +175,23 @@ impl Tls {
         let connection = ServerConnection::new(self.material().server.clone())?;
         TlsStream::handshake(socket, connection.into())
     }
+}
+
+/// When something expires whose end is so near; for people.
+fn near(expires: i64, seconds: i64) -> Option<String> {
+    let left = expires - UnixTime::now().as_secs() as i64;
+    (left < seconds).then(|| match left {
+        ..0 => "has expired".to_owned(),
+        _ => format!("expires in {} days", left / (24 * 3600)),
+    })
+}
+
+/// What is to be said of a file of certificates of another authority's making; for people.
+pub fn expiring(path: &Path) -> Option<String> {
+    let certificates = CertificateDer::pem_file_iter(path).ok()?.filter_map(Result::ok);
+    let facts = certificates.filter_map(|certificate| certificate::parse(&certificate).ok());
+    let when = near(facts.map(|facts| facts.not_after).min()?, NEAR_SECONDS)?;
+    Some(format!("the certificate {} {when}: put a new one in its place", path.display()))
 }
 
 impl std::fmt::Debug for Tls {

@@ -332,6 +332,44 @@ fn certificates_are_renewed_without_a_restart() {
     assert_eq!(meet(&a, &b, "b"), (Ok(()), Ok(())));
 }
 
+/// Nobody watched it: after ten years no host would have known another one any more.
+#[test]
+fn the_end_of_an_authority_is_told_in_time() {
+    let day = |days: u64| Duration::from_secs(days * 24 * 3600);
+    let directory = tempfile::tempdir().unwrap();
+    let path = |file: &str| directory.path().join(file);
+    pki::init_at(SystemTime::now() - day(3650 - 100), directory.path()).unwrap();
+    let written = pki::issue(directory.path(), "a", 40).unwrap();
+    let ca = path(pki::CA_CERT);
+    let files = TlsFiles { ca: ca.clone(), cert: written.cert, key: written.key, revoked: None };
+    let tls = Tls::load(&files, "a").unwrap();
+    let told = tls.problems();
+    assert!(told.len() == 1 && told[0].contains("the authority"), "{told:?}");
+    // A second may have passed, or not.
+    assert!(["99", "100"].iter().any(|n| told[0].contains(&format!("in {n} days"))), "{told:?}");
+    // Once both know the next one, too, a host of either is known to one of the other.
+    let next = Authority::new();
+    let own = next.0.path().join(pki::CA_CERT);
+    let both = [std::fs::read(&ca).unwrap(), std::fs::read(&own).unwrap()].concat();
+    std::fs::write(&ca, both).unwrap();
+    tls.refresh().unwrap();
+    assert_eq!(tls.problems(), Vec::<String>::new());
+    let written = pki::issue(next.0.path(), "b", 40).unwrap();
+    let files = TlsFiles { ca, cert: written.cert, key: written.key, revoked: None };
+    let renewed = Tls::load(&files, "b").unwrap();
+    assert_eq!(meet(&tls, &renewed, "b"), (Ok(()), Ok(())));
+}
+
+#[test]
+fn a_file_of_anothers_certificates_is_told_of_before_it_expires() {
+    let authority = Authority::new();
+    let near = pki::issue(authority.0.path(), "near", 20).unwrap();
+    let far = pki::issue(authority.0.path(), "far", 40).unwrap();
+    let told = expiring(&near.cert).unwrap();
+    assert!(told.contains("near.pem expires in "), "{told}");
+    assert_eq!(expiring(&far.cert), None);
+}
+
 /// A connection that is passed on: the next process has its own handshake, and nothing of the first.
 #[test]
 fn a_connection_begins_anew_with_another_process() {

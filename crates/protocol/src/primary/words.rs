@@ -1,6 +1,7 @@
 //! What happens to a primary, what it must do, and where it stands.
 
 use crate::{Epoch, Generation, Headway, Verdict};
+use std::fmt;
 use std::time::Duration;
 
 /// What happens to the primary.
@@ -83,6 +84,23 @@ pub enum PrimaryPhase {
     Alone(Option<String>),
     /// The backup has, or may take, the VM; this copy is halted.
     Halted(String),
+}
+
+/// For people, as the end of a sentence about the VM.
+impl fmt::Display for PrimaryPhase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            PrimaryPhase::Syncing => f.write_str("it is being copied to its backup"),
+            PrimaryPhase::Protected => f.write_str("its backup follows"),
+            PrimaryPhase::HandingOver => f.write_str("it is being handed over"),
+            PrimaryPhase::StandingDown => f.write_str("its backup has not forgotten it yet"),
+            PrimaryPhase::Contesting(reason) => write!(f, "{reason}; the arbiter decides"),
+            PrimaryPhase::Frozen(reason) => write!(f, "{reason}; this copy stands still"),
+            PrimaryPhase::Alone(None) => f.write_str("it runs here unprotected"),
+            PrimaryPhase::Alone(Some(reason)) => write!(f, "it runs here unprotected: {reason}"),
+            PrimaryPhase::Halted(reason) => write!(f, "its copy here is halted: {reason}"),
+        }
+    }
 }
 
 impl PrimaryPhase {

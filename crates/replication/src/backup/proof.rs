@@ -30,10 +30,12 @@ pub(super) fn run(session: &Weak<Session>) {
                 present.group.each(Session::probe_qemu);
                 let (arbiter, membership) = (present.arbiter.clone(), present.membership().clone());
                 let primary = present.primary.clone();
+                let unconnected = unconnected(&present);
                 drop(present);
                 let proof = membership.prove(&arbiter, &primary);
+                let proof = proof.map_err(|Unreachable(reason)| reason);
                 if let Some(session) = session.upgrade() {
-                    session.event(Event::Proven(proof.map_err(|Unreachable(reason)| reason)));
+                    session.event(Event::Proven(proof.and(unconnected)));
                 }
             }
             BackupPhase::HandingBack(_) => {}
@@ -48,6 +50,21 @@ pub(super) fn run(session: &Weak<Session>) {
         }
         thread::sleep(INTERVAL);
     }
+}
+
+/// Sees that all cards are on their bridges, which may have been made anew; an error if one cannot be.
+fn unconnected(leader: &Session) -> Result<(), String> {
+    let mut found = Ok(());
+    leader.group.each(|member| {
+        for port in member.machine().ports() {
+            if let Err(error) = port.see_to_bridge()
+                && found.is_ok()
+            {
+                found = Err(format!("a guest's card would not be connected: {error}"));
+            }
+        }
+    });
+    found
 }
 
 impl Session {

@@ -40,6 +40,11 @@ pub enum Guard {
 /// Names by which this machine calls itself: what a tunnel to the socket is asked by.
 const OWN_NAMES: [&str; 4] = ["understudy", "localhost", "127.0.0.1", "[::1]"];
 
+/// Reads all files of tokens; an error if one is nobody's secret.
+pub fn check_tokens(files: &BTreeMap<Access, PathBuf>) -> Result<(), HostError> {
+    files.values().try_for_each(|path| read(path).map(drop))
+}
+
 /// The tokens of each role, in their files.
 pub struct Tokens {
     files: BTreeMap<Access, PathBuf>,
@@ -51,9 +56,7 @@ impl Tokens {
     /// Those in these files, which are read once now, and each time somebody shows a token.
     /// Who shows many wrong ones is told of in the journal.
     pub fn new(files: BTreeMap<Access, PathBuf>, journal: Journal) -> Result<Tokens, HostError> {
-        for path in files.values() {
-            read(path)?;
-        }
+        check_tokens(&files)?;
         Ok(Tokens { files, guesses: Guesses::default(), journal })
     }
 

@@ -18,7 +18,7 @@ use understudy_report::events::EventList;
 use understudy_report::upgrade::{KeeperReplacement, UpgradePlan};
 use understudy_report::{
     CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
-    RecoverReport, RecoverRequest, VmStatus,
+    RecoverReport, RecoverRequest, StartRequest, VmStatus,
 };
 
 /// Makes the schema of a type.
@@ -155,6 +155,7 @@ fn of_vms() -> Vec<Call> {
     use Access::{Admin, Operate, Read};
     vec![
         Call::new(POST, "/v1/vms", Admin, "Starts a VM, unprotected", super::vm_start)
+            .query::<StartRequest>()
             .takes::<VmDefinition>()
             .answers::<VmStatus>(),
         Call::new(GET, "/v1/vms/{name}", Read, "One VM", super::vm_status).answers::<VmStatus>(),

@@ -13,7 +13,7 @@ use understudy_report::events::Journal;
 use understudy_report::upgrade::{KeeperReplacement, UpgradePlan};
 use understudy_report::{
     CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
-    RecoverReport, RecoverRequest, VmStatus,
+    RecoverReport, RecoverRequest, StartRequest, VmStatus,
 };
 use understudy_report::{ErrorKind, HostError, Meters};
 use understudy_snapshot::SnapshotNumber;
@@ -32,8 +32,12 @@ pub trait Control: Send + Sync + 'static {
     fn kept_pages(&self) -> Vec<KeptPage> {
         Vec::new()
     }
-    /// See [`Host::vm_start`].
-    fn vm_start(&self, definition: VmDefinition) -> Result<VmStatus, HostError>;
+    /// See [`Host::vm_start`] and, if that is forced, [`Host::vm_start_on_other_images`].
+    fn vm_start(
+        &self,
+        definition: VmDefinition,
+        request: StartRequest,
+    ) -> Result<VmStatus, HostError>;
     /// See [`Host::vm_start_recorded`].
     fn vm_start_recorded(&self, name: &VmName) -> Result<VmStatus, HostError>;
     /// See [`Host::definition`].
@@ -113,8 +117,15 @@ impl Control for Arc<Host> {
     fn meters(&self) -> Meters {
         Host::meters(self)
     }
-    fn vm_start(&self, definition: VmDefinition) -> Result<VmStatus, HostError> {
-        Host::vm_start(self, definition)
+    fn vm_start(
+        &self,
+        definition: VmDefinition,
+        request: StartRequest,
+    ) -> Result<VmStatus, HostError> {
+        match request.force {
+            false => Host::vm_start(self, definition),
+            true => self.vm_start_on_other_images(&definition, request),
+        }
     }
     fn vm_start_recorded(&self, name: &VmName) -> Result<VmStatus, HostError> {
         Host::vm_start_recorded(self, name)

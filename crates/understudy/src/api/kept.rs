@@ -22,7 +22,7 @@ use understudy_report::events::Journal;
 use understudy_report::upgrade::{KeeperReplacement, UpgradePlan};
 use understudy_report::{
     CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
-    Protection, RecoverReport, RecoverRequest, VmStatus,
+    Protection, RecoverReport, RecoverRequest, StartRequest, VmStatus,
 };
 use understudy_report::{ErrorKind, HostError, Meters};
 use understudy_snapshot::SnapshotNumber;
@@ -183,12 +183,17 @@ impl Control for Routed {
         };
         ask_each(&self.0.keepers(), page)
     }
-    fn vm_start(&self, definition: VmDefinition) -> Result<VmStatus, HostError> {
+    fn vm_start(
+        &self,
+        definition: VmDefinition,
+        request: StartRequest,
+    ) -> Result<VmStatus, HostError> {
         let name = &definition.name;
-        if !self.0.starts_in_keeper(name) {
-            return self.0.vm_start(definition);
+        if request.force || !self.0.starts_in_keeper(name) {
+            return Control::vm_start(&self.0, definition, request);
         }
-        let start = |socket: &Path| start(name, socket, |client| client.vm_start(&definition));
+        let order = |client: &Client| client.vm_start(&definition, request);
+        let start = |socket: &Path| start(name, socket, order);
         self.0.start_in_keeper(&definition, start)
     }
     fn vm_start_recorded(&self, name: &VmName) -> Result<VmStatus, HostError> {

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::socket::ApiSocket;
-use crate::table::tests::example;
+use crate::table::tests::{example, host_of};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
@@ -18,7 +18,9 @@ use understudy_report::cluster::{
 };
 use understudy_report::events::Journal;
 use understudy_report::upgrade::Versions;
-use understudy_report::{GroupRequest, MediumRequest, ProtectRequest, Protection, RecoverRequest};
+use understudy_report::{
+    GroupRequest, MediumRequest, ProtectRequest, Protection, RecoverRequest, StartRequest,
+};
 use understudy_snapshot::SnapshotNumber;
 
 /// A host with one VM, `db`, that remembers what it was asked.
@@ -63,17 +65,7 @@ impl Control for Recorder {
         }
     }
     fn status(&self) -> HostStatus {
-        HostStatus {
-            problems: Vec::new(),
-            certificate_expires: None,
-            arbiter: None,
-            peers: Vec::new(),
-            awaited: Vec::new(),
-            name: literal("a"),
-            version: "0.1.0".into(),
-            qemu_version: "10.0.2".into(),
-            vms: vec![example(Protection::Off)],
-        }
+        host_of(vec![example(Protection::Off)])
     }
     fn events(&self) -> Journal {
         self.journal.clone()
@@ -81,8 +73,14 @@ impl Control for Recorder {
     fn meters(&self) -> Meters {
         Meters::default()
     }
-    fn vm_start(&self, definition: VmDefinition) -> Result<VmStatus, HostError> {
-        self.record(&definition.name, format!("start {} {}", definition.name, definition.vcpus))
+    fn vm_start(
+        &self,
+        definition: VmDefinition,
+        request: StartRequest,
+    ) -> Result<VmStatus, HostError> {
+        let StartRequest { force, other_host_is_off } = request;
+        let (name, vcpus) = (&definition.name, definition.vcpus);
+        self.record(name, format!("start {name} {vcpus} {force} {other_host_is_off}"))
     }
     fn vm_start_recorded(&self, name: &VmName) -> Result<VmStatus, HostError> {
         self.record(name, format!("start {name} as recorded"))
@@ -257,7 +255,8 @@ fn every_call_arrives_and_is_answered() {
     let client = &api.client;
     assert_eq!(client.status().unwrap(), api.host.status());
     let vm = example(Protection::Protected { peer: literal("b") });
-    assert_eq!(client.vm_start(&definition()).unwrap(), vm);
+    let request = StartRequest { force: true, other_host_is_off: false };
+    assert_eq!(client.vm_start(&definition(), request).unwrap(), vm);
     assert_eq!(client.vm_start_recorded("db").unwrap(), vm);
     assert_eq!(client.definition("db").unwrap(), definition());
     assert_eq!(client.vm_status("db").unwrap(), vm);
@@ -282,7 +281,7 @@ fn every_call_arrives_and_is_answered() {
     client.vm_stop("db", false).unwrap();
     client.vm_stop("db", true).unwrap();
     let expected = [
-        "start db 1",
+        "start db 1 true false",
         "start db as recorded",
         "definition db",
         "status db",

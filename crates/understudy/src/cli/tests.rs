@@ -107,7 +107,7 @@ fn a_file_to_start_is_told_from_a_name() {
     let there = folder.path().join("db");
     std::fs::write(&there, "").unwrap();
     let start = |what: &str| match parse(&format!("understudy vm start {what}")).unwrap().command {
-        Command::Vm(VmCommand::Start { what }) => what,
+        Command::Vm(VmCommand::Start { what, .. }) => what,
         other => panic!("{other:?}"),
     };
     for file in ["db.toml", "./db", "vms/db", there.to_str().unwrap()] {

@@ -7,8 +7,8 @@ pub(super) const UPGRADE_HELP: &str = "\
 Run it on the host whose daemon is to be restarted, with the new program: --plan says
 what a restart does to each VM, which wire versions are spoken with the other hosts,
 now and by this program, and whether their QEMU takes the state of this host's VMs.
-Nothing is changed. --evacuate hands over what can be, one VM after the other, and
-says whether the daemon may be restarted.
+Nothing is changed. --evacuate hands over what can be, one VM after the other, also
+those of keepers, and says whether anything still runs here.
 
 A VM with a keeper (keepers = true) runs on while the daemon is restarted, and its keeper
 stays of its release. --keepers replaces it then by a process of the daemon's program, one
@@ -33,8 +33,8 @@ pub struct UpgradeArgs {
     /// Say what a restart of the daemon would do to each VM; change nothing.
     #[arg(long)]
     pub plan: bool,
-    /// Hand all protected VMs to their backups, one after the other, and say whether the daemon may be
-    /// restarted.
+    /// Hand all protected VMs to their backups, one after the other, also those of keepers, and say whether
+    /// anything still runs here.
     #[arg(long)]
     pub evacuate: bool,
     /// Replace the keepers of these VMs by processes of the daemon's program, while the guests run; without

@@ -2,7 +2,6 @@
 
 use crate::{output, table};
 use understudy_client::{Client, Exit, Failure};
-use understudy_report::Protection;
 
 /// Shows one VM, or all.
 pub fn run(client: &Client, vm: Option<&str>, json: bool) -> Result<Exit, Failure> {
@@ -12,9 +11,5 @@ pub fn run(client: &Client, vm: Option<&str>, json: bool) -> Result<Exit, Failur
     };
     let status = client.vm_status(name)?;
     output::show(json, &status, table::vm)?;
-    Ok(match status.protection {
-        Protection::Degraded { .. } | Protection::Unheld { .. } => Exit::Degraded,
-        _ if status.disk_error.or(status.lease_over).is_some() => Exit::Degraded,
-        _ => Exit::Ok,
-    })
+    Ok(if status.is_degraded() { Exit::Degraded } else { Exit::Ok })
 }

@@ -10,8 +10,9 @@ use std::fmt::Write;
 use understudy_client::{Client, Exit, Failure, output};
 use understudy_protocol::{GroupName, VmName};
 use understudy_report::upgrade::{
-    KeeperProgram, UpgradeOutcome, UpgradePeer, UpgradePlan, UpgradeStep, Versions,
+    KeeperProgram, UpgradeOutcome, UpgradePeer, UpgradePlan, Versions,
 };
+use understudy_report::{HostStatus, Protection, Role, VmStatus};
 
 /// Says what a restart would do, or does what must come before it, or after.
 pub fn run(client: &Client, args: &UpgradeArgs, json: bool) -> Result<Exit, Failure> {
@@ -24,7 +25,11 @@ pub fn run(client: &Client, args: &UpgradeArgs, json: bool) -> Result<Exit, Fail
     };
     // On another machine the next daemon is another program than this.
     let next = client.is_local().then(Versions::of_this_program);
-    let report = Report { plan: client.upgrade_plan()?, next, handed_over };
+    let kept_here = match args.evacuate {
+        true => kept_here(&client.status()?).map(|vm| vm.name.clone()).collect(),
+        false => Vec::new(),
+    };
+    let report = Report { plan: client.upgrade_plan()?, next, handed_over, kept_here };
     let ready = report.is_ready(args.evacuate);
     output::show(json, &report, |report| describe(report, args.evacuate))?;
     Ok(if ready { Exit::Ok } else { Exit::Error })
@@ -39,14 +44,21 @@ struct Report {
     next: Option<Versions>,
     /// What was handed over just now.
     handed_over: Vec<VmName>,
+    /// What keepers still run here after that: it outlives the daemon, and not the host.
+    kept_here: Vec<VmName>,
 }
 
 impl Report {
     fn is_ready(&self, evacuated: bool) -> bool {
         let fits = |peer: &UpgradePeer| self.next_wire(peer) != Some(None);
-        let runs_here =
-            evacuated && self.plan.handed_over().chain(self.plan.shut_down()).count() > 0;
+        let runs_here = evacuated && !self.left_here().is_empty();
         self.plan.need_person().count() == 0 && self.plan.peers.iter().all(fits) && !runs_here
+    }
+
+    /// What runs here, and would be handed over, or shut down, or goes on in keepers.
+    fn left_here(&self) -> Vec<&str> {
+        let of_daemon = self.plan.handed_over().chain(self.plan.shut_down()).map(|step| &step.vm);
+        of_daemon.chain(&self.kept_here).map(VmName::as_str).collect()
     }
 
     /// The wire version that the next daemon will speak with a host: none if there is none; nothing
@@ -59,26 +71,41 @@ impl Report {
 
 /// Hands over what can be; with a VM go all others of its group.
 fn evacuate(client: &Client, quiet: bool) -> Result<Vec<VmName>, Failure> {
-    let plan = client.upgrade_plan()?;
-    let mut groups: BTreeSet<GroupName> = BTreeSet::new();
+    let (plan, status) = (client.upgrade_plan()?, client.status()?);
+    let of_daemon = plan.handed_over().map(|step| (&step.vm, step.group.as_ref()));
+    let kept = kept_here(&status).filter(|vm| may_be_handed_over(vm));
+    let kept = kept.map(|vm| (&vm.name, vm.group.as_ref()));
+    let mut groups: BTreeSet<&GroupName> = BTreeSet::new();
     let mut handed_over = Vec::new();
-    for step in plan.handed_over() {
-        let goes_along = step.group.as_ref().is_some_and(|group| !groups.insert(group.clone()));
+    for (vm, group) in of_daemon.chain(kept) {
+        let goes_along = group.is_some_and(|group| !groups.insert(group));
         if !goes_along {
-            lapse::hand_over(client, &step.vm, quiet)?;
+            lapse::hand_over(client, vm, quiet)?;
             if !quiet {
-                println!("{} is handed over", whom(step));
+                println!("{} is handed over", whom(vm, group));
             }
         }
-        handed_over.push(step.vm.clone());
+        handed_over.push(vm.clone());
     }
     Ok(handed_over)
 }
 
-fn whom(step: &UpgradeStep) -> String {
-    match &step.group {
-        Some(group) => format!("{}, with all others of group {group},", step.vm),
-        None => step.vm.to_string(),
+/// The VMs that keepers run here.
+fn kept_here(status: &HostStatus) -> impl Iterator<Item = &VmStatus> {
+    status.vms.iter().filter(|vm| vm.keeper_pid.is_some() && vm.role == Role::Primary)
+}
+
+/// Whether it has a backup, which may only have to be waited for.
+fn may_be_handed_over(vm: &VmStatus) -> bool {
+    let followed =
+        matches!(vm.protection, Protection::Protected { .. } | Protection::Unheld { .. });
+    followed || vm.lapse.is_some()
+}
+
+fn whom(vm: &VmName, group: Option<&GroupName>) -> String {
+    match group {
+        Some(group) => format!("{vm}, with all others of group {group},"),
+        None => vm.to_string(),
     }
 }
 
@@ -93,7 +120,8 @@ fn describe(report: &Report, evacuated: bool) -> String {
     }
     for step in &plan.vms {
         // Writing to a string cannot fail.
-        let _ = writeln!(text, "{}: {}", whom(step).trim_end_matches(','), outcome(&step.outcome));
+        let whom = whom(&step.vm, step.group.as_ref());
+        let _ = writeln!(text, "{}: {}", whom.trim_end_matches(','), outcome(&step.outcome));
     }
     if plan.vms.is_empty() {
         text += "no VMs\n";
@@ -190,8 +218,7 @@ fn conclusion(report: &Report, evacuated: bool) -> String {
             false => format!("the daemon may be restarted ({restart})\n"),
         };
     }
-    let left = report.plan.handed_over().chain(report.plan.shut_down());
-    let left: Vec<&str> = left.map(|step| step.vm.as_str()).collect();
+    let left = report.left_here();
     match evacuated && !left.is_empty() {
         true => format!("NOT YET: {} run here, and are no other host's to run\n", left.join(", ")),
         false => "NOT YET: see above\n".to_owned(),
@@ -202,6 +229,7 @@ fn conclusion(report: &Report, evacuated: bool) -> String {
 mod tests {
     use super::*;
     use understudy_protocol::literal;
+    use understudy_report::upgrade::UpgradeStep;
 
     fn step(vm: &str, outcome: UpgradeOutcome) -> UpgradeStep {
         UpgradeStep { vm: vm.parse().unwrap(), group: None, outcome }
@@ -220,7 +248,8 @@ mod tests {
             problem: None,
         };
         let plan = UpgradePlan { host: literal("a"), running, peers: vec![peer], vms };
-        Report { plan, next: Some(Versions::of_this_program()), handed_over: Vec::new() }
+        let next = Some(Versions::of_this_program());
+        Report { plan, next, handed_over: Vec::new(), kept_here: Vec::new() }
     }
 
     fn handed_over() -> UpgradeOutcome {
@@ -282,6 +311,51 @@ mod tests {
         let step = r#"{"vm":"db","outcome":"goes-on"}"#;
         let step: UpgradeStep = serde_json::from_str(step).unwrap();
         assert_eq!(step.outcome, UpgradeOutcome::GoesOn { keeper: None });
+    }
+
+    /// It was said that nothing ran here.
+    #[test]
+    fn what_keepers_run_here_is_not_evacuated() {
+        let goes_on = step("db", UpgradeOutcome::GoesOn { keeper: None });
+        let mut report = report(vec![goes_on], (17, 18));
+        assert!(report.is_ready(true), "it is backed up here");
+        report.kept_here = vec![literal("db")];
+        assert!(!report.is_ready(true));
+        assert!(describe(&report, true).contains("NOT YET: db run here"));
+    }
+
+    #[test]
+    fn a_keeper_hands_over_what_has_a_backup() {
+        let vm = |role, keeper_pid, protection| VmStatus {
+            keeper_pid,
+            protection,
+            ..VmStatus::new(&literal("db"), role)
+        };
+        let protected = || Protection::Protected { peer: literal("b") };
+        let lapse = VmStatus {
+            lapse: Some("its disk is slow".to_owned()),
+            ..vm(Role::Primary, Some(7), Protection::Degraded { reason: "slow".to_owned() })
+        };
+        assert!(may_be_handed_over(&lapse));
+        assert!(may_be_handed_over(&vm(Role::Primary, Some(7), protected())));
+        assert!(!may_be_handed_over(&vm(Role::Primary, Some(7), Protection::Off)));
+        let vms = vec![
+            vm(Role::Primary, Some(7), protected()),
+            vm(Role::Primary, None, protected()),
+            vm(Role::Backup, Some(7), protected()),
+        ];
+        let status = HostStatus {
+            name: literal("a"),
+            version: String::new(),
+            qemu_version: String::new(),
+            problems: Vec::new(),
+            certificate_expires: None,
+            arbiter: None,
+            peers: Vec::new(),
+            awaited: Vec::new(),
+            vms,
+        };
+        assert_eq!(kept_here(&status).count(), 1);
     }
 
     #[test]

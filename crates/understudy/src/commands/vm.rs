@@ -10,12 +10,15 @@ use std::path::{Path, PathBuf};
 use understudy_client::{Client, Exit, Failure, FailureKind, Subject};
 use understudy_qemu::VmDefinition;
 use understudy_report::ErrorKind;
-use understudy_report::MediumRequest;
+use understudy_report::{MediumRequest, StartRequest};
 
 /// Does one of them.
 pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<Exit, Failure> {
     match command {
-        VmCommand::Start { what } => start(client, what, json),
+        VmCommand::Start { what, force, other_host_is_off } => {
+            let request = StartRequest { force: *force, other_host_is_off: *other_host_is_off };
+            start(client, what, request, json)
+        }
         VmCommand::Import(args) => import::run(args, json),
         VmCommand::Show { name } => show(client, name, json),
         VmCommand::Medium { name, drive, file, eject: _, force } => {
@@ -36,14 +39,37 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<Exit, Fai
     }
 }
 
-fn start(client: &Client, what: &Startable, json: bool) -> Result<Exit, Failure> {
+fn start(
+    client: &Client,
+    what: &Startable,
+    request: StartRequest,
+    json: bool,
+) -> Result<Exit, Failure> {
     let status = match what {
-        Startable::File(file) => client.vm_start(&read_definition(file, client.is_local())?)?,
+        Startable::File(file) => {
+            client.vm_start(&read_definition(file, client.is_local())?, request)?
+        }
+        Startable::Name(name) if request.force => {
+            let message = format!(
+                "--force is for the images of a definition's file; `understudy recover {name} --force` \
+                 is for those that this host has on record"
+            );
+            return Err(Failure::new(FailureKind::Usage, message));
+        }
         Startable::Name(name) => client.vm_start_recorded(name)?,
     };
     output::show(json, &status, |vm| {
         let slow = vm.slow.as_ref().map(|why| format!("slower than it could: {why}\n"));
-        format!("{} runs, unprotected\n{}", vm.name, slow.unwrap_or_default())
+        let before = vm.former_backup.as_ref().map(|backup| {
+            let name = &vm.name;
+            format!("it was protected before: `understudy protect {name} --to {backup}`\n")
+        });
+        let name = &vm.name;
+        format!(
+            "{name} runs, unprotected\n{}{}",
+            before.unwrap_or_default(),
+            slow.unwrap_or_default()
+        )
     })?;
     Ok(Exit::Ok)
 }

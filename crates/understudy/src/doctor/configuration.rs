@@ -1,6 +1,7 @@
 //! What a host's configuration names: its address, the arbiter, the peers.
 
 use super::Check;
+use crate::api::check_tokens;
 use anyhow::Context;
 use std::fs::{self, File};
 use std::io;
@@ -8,14 +9,17 @@ use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
 use std::thread;
 use understudy_arbiter::etcd::Etcd;
-use understudy_daemon::config::{ArbiterConfig, EtcdConfig, HostConfig};
+use understudy_daemon::config::{ApiConfig, ArbiterConfig, EtcdConfig, HostConfig};
 use understudy_daemon::keeper::seclusion;
 use understudy_daemon::probe::{self, ProbeAnswer, ProbeError};
 use understudy_protocol::HostName;
 
 pub fn checks(config: &HostConfig) -> Vec<Check> {
     let mut checks = vec![Check::ok("configuration", format!("host {}", config.name))];
-    checks.extend(config.listen.iter().map(|address| listen(*address)));
+    checks.extend(config.listen.iter().map(|address| listen("listen", *address)));
+    checks.extend(config.metrics.map(|address| listen("metrics", address)));
+    checks.extend(certificates(config));
+    checks.extend(config.api.iter().flat_map(api));
     checks.push(arbiter(config.arbiter.as_ref()));
     checks.extend(peers(config));
     checks.extend(watchdog(Path::new("/dev/watchdog"), config));
@@ -24,14 +28,35 @@ pub fn checks(config: &HostConfig) -> Vec<Check> {
 }
 
 /// Whether the address is this host's; its port may be in use by the daemon.
-fn listen(address: SocketAddr) -> Check {
-    const NAME: &str = "listen";
+fn listen(name: &str, address: SocketAddr) -> Check {
     match TcpListener::bind((address.ip(), 0)) {
-        Ok(_) => Check::ok(NAME, address.to_string()),
+        Ok(_) => Check::ok(name, address.to_string()),
         Err(error) => {
-            Check::fail(NAME, format!("{address}: {error}"), "use an address of this host")
+            Check::fail(name, format!("{address}: {error}"), "use an address of this host")
         }
     }
+}
+
+/// Read as the daemon reads them.
+fn certificates(config: &HostConfig) -> Option<Check> {
+    const NAME: &str = "certificates";
+    let advice = "see \"Certificates\" in docs/operating.md";
+    config.tls.as_ref()?;
+    Some(match probe::certificates(config) {
+        Err(error) => Check::fail(NAME, error.message, advice),
+        Ok(problems) if problems.is_empty() => Check::ok(NAME, format!("of host {}", config.name)),
+        Ok(problems) => Check::note(NAME, problems.join("; "), advice),
+    })
+}
+
+fn api(config: &ApiConfig) -> Vec<Check> {
+    let mut checks: Vec<Check> =
+        config.listen.iter().map(|address| listen("API", *address)).collect();
+    checks.push(match check_tokens(&config.tokens) {
+        Ok(()) => Check::ok("tokens", format!("{} files", config.tokens.len())),
+        Err(error) => Check::fail("tokens", error.message, "see [api] in docs/monitoring.md"),
+    });
+    checks
 }
 
 /// Not opened: that would arm it.
@@ -103,12 +128,17 @@ fn try_test_and_set(directory: &Path) -> io::Result<()> {
 }
 
 fn peers(config: &HostConfig) -> Vec<Check> {
-    if config.peers.is_empty() {
-        return vec![Check::note("peers", "none configured", "VMs run, but none can be protected")];
+    // An etcd that does not answer is told of by now.
+    let hosts = probe::hosts(config).unwrap_or_else(|_| config.peers.clone());
+    if hosts.is_empty() {
+        let found = match config.arbiter {
+            Some(ArbiterConfig::Etcd(_)) => "none configured, and etcd knows no other host",
+            _ => "none configured",
+        };
+        return vec![Check::note("peers", found, "VMs run, but none can be protected")];
     }
     thread::scope(|scope| {
-        let tries: Vec<_> = config
-            .peers
+        let tries: Vec<_> = hosts
             .iter()
             .flat_map(|(name, addresses)| addresses.iter().map(move |address| (name, *address)))
             .map(|(name, address)| scope.spawn(move || peer(config, name, address)))
@@ -169,6 +199,7 @@ fn take_over(config: &HostConfig, peer: &ProbeAnswer) -> Check {
 mod tests {
     use super::*;
     use crate::doctor::State;
+    use std::os::unix::fs::PermissionsExt;
     use understudy_protocol::literal;
 
     /// Whoever accepted connections was taken for the peer, and a peer that was not up yet for a
@@ -202,8 +233,36 @@ mod tests {
 
     #[test]
     fn an_address_of_another_host_cannot_be_listened_on() {
-        assert_eq!(listen("127.0.0.1:7700".parse().unwrap()).state, State::Ok);
-        assert_eq!(listen("192.0.2.1:7700".parse().unwrap()).state, State::Fail);
+        assert_eq!(listen("listen", "127.0.0.1:7700".parse().unwrap()).state, State::Ok);
+        assert_eq!(listen("listen", "192.0.2.1:7700".parse().unwrap()).state, State::Fail);
+    }
+
+    /// The daemon refused them, at its start or at the first caller, and the doctor had said nothing.
+    #[test]
+    fn certificates_and_tokens_are_read_as_the_daemon_reads_them() {
+        let directory = tempfile::tempdir().unwrap();
+        let pki = directory.path();
+        understudy_daemon::pki::init(pki).unwrap();
+        understudy_daemon::pki::issue(pki, "a", 40).unwrap();
+        let config = |host: &str| {
+            let text = format!(
+                "name = \"{host}\"\nlisten = \"127.0.0.1:7700\"\n[tls]\nca = \"{0}/ca.pem\"\n\
+                 cert = \"{0}/a.pem\"\nkey = \"{0}/a.key\"\n[api]\nlisten = \"127.0.0.1:7780\"\n\
+                 [api.tokens]\nadmin = \"{0}/admin.token\"\n",
+                pki.display()
+            );
+            HostConfig::from_toml(&text, &pki.join("host.toml")).unwrap()
+        };
+        assert_eq!(certificates(&config("a")).unwrap().state, State::Ok);
+        assert_eq!(certificates(&config("b")).unwrap().state, State::Fail);
+        let tokens = |mode| {
+            let path = pki.join("admin.token");
+            fs::write(&path, "0123456789abcdef0123456789abcdef\n").unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            api(config("a").api.as_ref().unwrap()).pop().unwrap()
+        };
+        assert_eq!(tokens(0o600).state, State::Ok);
+        assert_eq!(tokens(0o644).state, State::Fail);
     }
 
     #[test]

@@ -149,7 +149,7 @@ async fn count(request: Request, next: Next) -> Response {
     next.run(request).await
 }
 
-/// Waits for an address that a daemon which has just ended still has. `section` of the configuration names it.
+/// Waits for an address that may be free in a moment. `section` of the configuration names it.
 pub async fn bind(
     address: SocketAddr,
     what: &str,
@@ -159,7 +159,9 @@ pub async fn bind(
     let error = loop {
         match TcpListener::bind(address).await {
             Ok(listener) => return Ok(listener),
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < deadline => {
+            Err(error)
+                if understudy_daemon::may_be_bound_soon(&error) && Instant::now() < deadline =>
+            {
                 tokio::time::sleep(PAUSE).await;
             }
             Err(error) => break error,

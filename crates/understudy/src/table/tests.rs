@@ -19,6 +19,8 @@ pub fn example(protection: Protection) -> VmStatus {
         group: None,
         protection,
         lapse: None,
+        restoring: false,
+        former_backup: None,
         since_ms: Some(1_795_000_000_123),
         disk_sync: Some(DiskSync {
             full_because: None,
@@ -79,6 +81,7 @@ pub fn example(protection: Protection) -> VmStatus {
             mac: "52:54:00:00:00:01".into(),
             tap: "us-db-0".into(),
             bridge: "br0".into(),
+            problem: None,
         }],
         disks: vec![DiskReport { path: "/srv/db.img".into() }],
         paths: vec![
@@ -141,6 +144,27 @@ fn a_member_shows_its_group() {
     let mut member = example(Protection::Protected { peer: literal("b") });
     member.group = Some(literal("shop"));
     assert!(vms(&[member]).contains("protected with b in group shop"));
+}
+
+/// It was no trouble to anybody that it ran without a backup meanwhile.
+#[test]
+fn a_vm_that_is_copied_anew_is_degraded() {
+    let syncing = Protection::Syncing {
+        peer: literal("b"),
+        done_bytes: 1,
+        total_bytes: 2,
+        remaining_seconds: None,
+    };
+    let sound = VmStatus { disk_error: None, lease_over: None, ..example(syncing) };
+    assert!(!sound.is_degraded() && !vms(std::slice::from_ref(&sound)).contains("DEGRADED"));
+    let lost = VmStatus { restoring: true, ..sound };
+    assert!(lost.is_degraded() && vms(&[lost]).contains("DEGRADED: protection was lost"));
+}
+
+#[test]
+fn a_vm_that_was_protected_before_it_was_started_says_how_it_is_so_again() {
+    let status = VmStatus { former_backup: Some("b".into()), ..example(Protection::Off) };
+    assert!(vm(&status).contains("`understudy protect db --to b`"));
 }
 
 #[test]

@@ -4,7 +4,8 @@ use crate::group;
 use crate::recover::lose;
 use crate::refusals::quick;
 use crate::stage::{
-    Calm, LIMIT, PACE, await_service, options, play, prove_disk, refusal, repairing_daemon,
+    Calm, LIMIT, PACE, await_degraded, await_service, options, play, prove_disk, refusal,
+    repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -118,6 +119,58 @@ fn a_protected_vm_comes_up_where_it_ran_and_is_protected_again() {
         })?;
         scene.await_guest()?;
         prove_disk(scene, "a", acked)
+    });
+}
+
+/// The second restart forgot what the first one had read: the guest ran on unprotected, and nobody was told.
+#[test]
+fn how_a_vm_is_to_be_protected_is_not_forgotten_while_there_is_no_backup() {
+    play(hasty(), |scene| {
+        set_autostart(scene)?;
+        scene.protected_guest("a", "b")?;
+        lose(scene, &["a", "b"])?;
+        for _ in 0..2 {
+            scene.restart("a")?;
+            await_coming_up(scene, "a")?;
+            let reason = await_degraded(scene, "a")?;
+            ensure!(reason.contains("protect"), "{reason}");
+            lose(scene, &["a"])?;
+        }
+        scene.restart("a")?;
+        await_coming_up(scene, "a")?;
+        // Who starts it says anew how it is protected.
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        let words = scene.host("a")?.call(["vm", "start", VM])?;
+        let advice = format!("understudy protect {VM} --to b");
+        ensure!(words.contains(&advice), "{words}");
+        let words = scene.host("a")?.call(["status", VM])?;
+        ensure!(words.contains(&advice), "{words}");
+        scene.host("a")?.call(["vm", "stop", VM, "--force"]).map(drop)
+    });
+}
+
+/// After a crash of its daemon a VM without a backup was gone without a word: it was in the log alone.
+#[test]
+fn a_vm_that_nothing_brings_up_again_is_told_until_somebody_decides() {
+    play(hasty(), |scene| {
+        scene.start_guest("a")?;
+        for command in [&["recover", VM][..], &["vm", "stop", VM]] {
+            lose(scene, &["a"])?;
+            scene.restart("a")?;
+            let advice = format!("understudy recover {VM}");
+            wait_for("host a to miss its guest", LIMIT, || {
+                let told = scene.host("a")?.call(["status"])?;
+                Ok((told.contains("WRONG: guest ran here") && told.contains(&advice)).then_some(()))
+            })?;
+            let (code, words) = refusal(scene.host("a")?, &["status", VM])?;
+            ensure!(code == 4 && words.contains(&advice), "{code}: {words}");
+            scene.host("a")?.call(command)?;
+            let told = scene.host("a")?.call(["status"])?;
+            ensure!(!told.contains("WRONG"), "{told}");
+        }
+        lose(scene, &["a"])?;
+        scene.restart("a")?;
+        ensure_nothing(scene, "a")
     });
 }
 

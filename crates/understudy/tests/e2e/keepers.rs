@@ -67,6 +67,25 @@ pub fn begin(scene: &Scene) -> Result<RecordClient> {
     Ok(client)
 }
 
+/// It was said that nothing ran here.
+#[test]
+fn a_host_is_evacuated_of_what_keepers_run() {
+    play(with_keepers(), |scene| {
+        scene.start_guest("a")?;
+        let output = scene.host("a")?.cli(["upgrade", "--evacuate"])?;
+        let words = String::from_utf8_lossy(&output.stdout);
+        ensure!(output.status.code() == Some(1), "{words}");
+        ensure!(words.contains(&format!("NOT YET: {VM} run here")), "{words}");
+        scene.protect("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+        let words = scene.host("a")?.call(["upgrade", "--evacuate"])?;
+        ensure!(words.contains(&format!("{VM} is handed over")), "{words}");
+        ensure!(words.contains("nothing runs here"), "{words}");
+        scene.await_live("b")?;
+        scene.host("b")?.call(["vm", "stop", VM, "--force"]).map(drop)
+    });
+}
+
 /// How many committed checkpoints host a has counted, and how many of them came later than a second after the
 /// last.
 fn committed(scene: &Scene) -> Result<(u64, u64)> {

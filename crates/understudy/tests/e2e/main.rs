@@ -23,6 +23,7 @@
 //! | [`upgrade`] | hosts of two versions |
 //! | [`import`] | guests that libvirt has defined |
 //! | [`block_devices`] | disks on block devices |
+//! | [`bridges`] | bridges that are made anew under a VM |
 //! | [`bulk`]    | bulk transfers on long TCP segments |
 //! | [`hostile`] | a peer that says whatever may do harm |
 //! | [`hangs`]   | a QEMU that lives and does nothing |
@@ -86,6 +87,7 @@ mod api;
 mod arbiter;
 mod autostart;
 mod block_devices;
+mod bridges;
 mod browser;
 mod bulk;
 mod cards;

@@ -115,6 +115,35 @@ fn a_backup_dies_between_winning_and_activation() {
     });
 }
 
+/// Its host is gone with its disks, and there is a backup of them: nothing could start it elsewhere.
+#[test]
+fn a_vm_whose_host_is_gone_starts_on_a_backup_of_its_disk() {
+    let options = SceneOptions { kind: GuestKind::BootSector, memory_mib: 64, ..options().calm() };
+    play(options, |scene| {
+        scene.start_guest("a")?;
+        let definition = scene.definition().to_string_lossy().into_owned();
+        // Not while it runs there.
+        let (_, words) = refusal(scene.host("b")?, &["vm", "start", &definition, "--force"])?;
+        ensure!(words.contains("host a runs it"), "{words}");
+        lose(scene, &["a"])?;
+        let (_, words) = refusal(scene.host("b")?, &["vm", "start", &definition])?;
+        ensure!(words.contains("vm start FILE --force"), "{words}");
+        // Nobody can know that host a, which keeps no lease, is off.
+        let (_, words) = refusal(scene.host("b")?, &["vm", "start", &definition, "--force"])?;
+        ensure!(words.contains("--other-host-is-off"), "{words}");
+        let (_, words) = refusal(scene.host("b")?, &["recover", VM])?;
+        ensure!(words.contains("no host that answers has images"), "it is on record: {words}");
+        let insisting = ["vm", "start", &definition, "--force", "--other-host-is-off"];
+        scene.host("b")?.call(insisting)?;
+        scene.await_live("b")?;
+        // Host a is back: what it has is not the newest any more.
+        scene.restart("a")?;
+        let (_, words) = refusal(scene.host("a")?, &["vm", "start", &definition])?;
+        ensure!(words.contains("host b runs it now"), "{words}");
+        scene.host("b")?.call(["vm", "stop", VM, "--force"]).map(drop)
+    });
+}
+
 #[test]
 fn stale_images_do_not_start() {
     let options = SceneOptions { kind: GuestKind::BootSector, memory_mib: 64, ..options().calm() };

@@ -8,6 +8,7 @@ use crate::stage::{
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::{Command, Output};
 use understudy_lab::scene::{GuestKind, VM};
@@ -249,6 +250,40 @@ fn without_an_arbiter_nothing_is_protected() {
         says(&words, &["[arbiter]"])?;
         ensure!(host.status("extra")?["live"] == true, "the guest does not run");
         Ok(())
+    });
+}
+
+/// What the daemon knows is of the QEMU that was there when it began: another was started as if it were that.
+#[test]
+fn a_qemu_that_was_upgraded_underneath_is_not_started() {
+    let place = tempfile::tempdir().unwrap();
+    fs::set_permissions(place.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let paths = std::env::var_os("PATH").unwrap_or_default();
+    let mut programs = std::env::split_paths(&paths).map(|it| it.join("qemu-system-x86_64"));
+    let installed = programs.find(|program| program.is_file()).expect("no QEMU in PATH");
+    let program = place.path().join("qemu-system-x86_64");
+    std::os::unix::fs::symlink(&installed, &program).unwrap();
+    let mut options = quick();
+    let daemon = daemon().calm();
+    let settings = format!("qemu = {program:?}\n{}", daemon.settings);
+    options.daemons.insert("a".to_owned(), HostOptions { settings, ..daemon });
+    play(options, |scene| {
+        scene.start_guest("b")?;
+        fs::remove_file(&program)?;
+        fs::copy(&installed, &program)?;
+        let second = definition(scene, "second")?.replace("73:01", "73:02");
+        let path = write(scene, "second.toml", &second)?;
+        let upgraded = ["QEMU was upgraded", "restart the daemon"];
+        let (_, words) = refusal(scene.host("a")?, &["vm", "start", &path.to_string_lossy()])?;
+        says(&words, &upgraded)?;
+        let (_, words) = refusal(scene.host("b")?, &["protect", VM, "--to", "a"])?;
+        says(&words, &upgraded)?;
+        let told = scene.host("a")?.call(["status"])?;
+        ensure!(told.contains("WRONG: QEMU was upgraded"), "{told}");
+        scene.restart("a")?;
+        let told = scene.host("a")?.call(["status"])?;
+        ensure!(!told.contains("WRONG"), "{told}");
+        scene.host("a")?.call(["vm", "start", &path.to_string_lossy()]).map(drop)
     });
 }
 

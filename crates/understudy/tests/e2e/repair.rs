@@ -26,6 +26,9 @@ fn await_backup(scene: &Scene, host: &str) -> Result<String> {
     wait_for(&format!("host {host} to be protected again"), LIMIT, || {
         let status = scene.status(host)?;
         ensure!(status["role"] == "primary", "host {host} does not own the guest: {status}");
+        // Until it is protected again nobody is to take it for sound.
+        let copied_anew = status["restoring"] == true;
+        ensure!(protection(&status).0 != "syncing" || copied_anew, "{status}");
         let peer = status["protection"]["peer"].as_str().unwrap_or_default().to_owned();
         Ok((protection(&status).0 == "protected").then_some(peer))
     })

@@ -1,0 +1,77 @@
+//! The bridges of VMs that run here: one that an administrator, or a tool, makes anew has lost its ports, and the guest
+//! hears and says nothing. A backup's are looked at with its proofs (`understudy_replication::backup`).
+
+use crate::host::Host;
+use crate::vm::PrimaryVm;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Weak};
+use std::thread;
+use std::time::Duration;
+use tracing::{info, warn};
+use understudy_protocol::VmName;
+use understudy_report::VmStatus;
+
+/// Between two looks.
+const INTERVAL: Duration = Duration::from_secs(5);
+
+/// Looks for as long as the host lives.
+pub(crate) fn start(host: &Arc<Host>) -> std::io::Result<()> {
+    let host = Arc::downgrade(host);
+    thread::Builder::new().name("bridges".to_owned()).spawn(move || run(&host)).map(drop)
+}
+
+fn run(host: &Weak<Host>) {
+    while let Some(host) = host.upgrade() {
+        let mut found = BTreeMap::new();
+        host.primaries().iter().for_each(|vm| look(vm, &mut found));
+        let before = std::mem::replace(&mut host.troubles.lock().cards, found.clone());
+        for ((vm, mac), problem) in found {
+            let card = (vm, mac);
+            if before.get(&card) != Some(&problem) {
+                let (vm, mac) = card;
+                warn!(%vm, "card {mac}: {problem}");
+            }
+        }
+        drop(host);
+        thread::sleep(INTERVAL);
+    }
+}
+
+fn look(vm: &PrimaryVm, found: &mut BTreeMap<(VmName, String), String>) {
+    let machine = vm.machine();
+    if !machine.is_alive() {
+        return;
+    }
+    for port in machine.ports() {
+        let (name, mac) = (vm.name(), port.mac().to_string());
+        match port.see_to_bridge() {
+            Ok(false) => {}
+            Ok(true) => {
+                let bridge = port.bridge();
+                info!(vm = %name, "card {mac} is on bridge {bridge} again, which was made anew");
+                vm.events
+                    .note(format!("card {mac} is on bridge {bridge} again, which was made anew"));
+            }
+            Err(error) => drop(found.insert((name.clone(), mac), error.to_string())),
+        }
+    }
+}
+
+impl Host {
+    /// What is wrong with the host for want of bridges.
+    pub(crate) fn problems_of_cards(&self) -> Vec<String> {
+        let told = |((vm, mac), problem): (&(VmName, String), &String)| {
+            format!("{vm} is not connected, card {mac}: {problem}")
+        };
+        self.troubles.lock().cards.iter().map(told).collect()
+    }
+
+    /// Says of a VM's cards why they are on no bridge.
+    pub(crate) fn describe_cards(&self, status: &mut VmStatus) {
+        let troubles = self.troubles.lock();
+        for card in &mut status.cards {
+            let key = (status.name.clone(), card.mac.clone());
+            card.problem = troubles.cards.get(&key).cloned();
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! VMs that ran here when the last daemon ended, and that nothing brings up again: they had no backup, or it has not
+//! taken them over, and they have no `autostart`. Until they run somewhere, or nobody wants them, they are what is wrong
+//! with this host.
+
+use crate::autostart;
+use crate::host::Host;
+use std::sync::{Arc, Weak};
+use std::thread;
+use std::time::Duration;
+use tracing::{info, warn};
+use understudy_protocol::VmName;
+use understudy_protocol::validity::ImageRole;
+use understudy_replication::records::Record;
+
+/// Between two looks at who has them by now.
+const AGAIN: Duration = Duration::from_secs(10);
+
+/// Looks for them among what is on record, for as long as there are any.
+pub(crate) fn start(host: &Arc<Host>, records: &[Record]) -> std::io::Result<()> {
+    let is_here = |vm: &VmName| host.orphans.why(vm).is_some() || host.keeper_of(vm).is_some();
+    let lost = records.iter().filter(|record| ran_without_autostart(record));
+    let lost = lost.map(|record| record.definition.name.clone()).filter(|vm| !is_here(vm));
+    let lost: Vec<VmName> = lost.collect();
+    if lost.is_empty() {
+        return Ok(());
+    }
+    let host = Arc::downgrade(host);
+    // The arbiter may take its time.
+    thread::Builder::new().name("lost".to_owned()).spawn(move || look_after(&host, lost)).map(drop)
+}
+
+fn ran_without_autostart(record: &Record) -> bool {
+    record.image.role == ImageRole::Active && !autostart::comes_up(record)
+}
+
+fn look_after(host: &Weak<Host>, mut lost: Vec<VmName>) {
+    while let Some(host) = host.upgrade().filter(|host| !host.is_closing()) {
+        lost.retain(|vm| host.is_still_lost(vm));
+        drop(host);
+        if lost.is_empty() {
+            return;
+        }
+        thread::sleep(AGAIN);
+    }
+}
+
+impl Host {
+    fn is_still_lost(&self, vm: &VmName) -> bool {
+        let here = &self.config.name;
+        let owner = self.arbiter.as_ref().and_then(|arbiter| arbiter.current(vm).ok().flatten());
+        let other = owner.and_then(|owner| owner.host).filter(|host| host != here);
+        if let Some(other) = &other {
+            info!(%vm, "ran here when this host's daemon ended; host {other} has it since");
+        }
+        if other.is_some() || self.is_settled(vm) {
+            self.forget_lost_vm(vm);
+            return false;
+        }
+        if self.troubles.lock().lost.insert(vm.clone()) {
+            warn!(%vm, "{}", what_to_do(vm));
+        }
+        true
+    }
+
+    fn is_lost(&self, vm: &VmName) -> bool {
+        self.troubles.lock().lost.contains(vm)
+    }
+
+    fn forget_lost_vm(&self, vm: &VmName) {
+        self.troubles.lock().lost.remove(vm);
+    }
+
+    /// Whether it is here again, or nobody wants it any more.
+    fn is_settled(&self, vm: &VmName) -> bool {
+        if self.has_guest(vm) || self.keeper_of(vm).is_some() {
+            return true;
+        }
+        // What cannot be read is nothing to be silent about.
+        let record = self.records.read(vm);
+        record.is_ok_and(|record| record.is_none_or(|it| it.image.role != ImageRole::Active))
+    }
+
+    /// What is wrong with the host for want of them.
+    pub(crate) fn problems_of_the_lost(&self) -> Vec<String> {
+        let lost = self.troubles.lock().lost.clone();
+        let told = |vm: &VmName| Some(format!("{vm} {}", self.why_lost(vm)?));
+        lost.iter().filter_map(told).collect()
+    }
+
+    /// Why a VM is not here that this host ran, as the end of a sentence.
+    pub(crate) fn why_lost(&self, vm: &VmName) -> Option<String> {
+        (self.is_lost(vm) && !self.is_settled(vm)).then(|| what_to_do(vm))
+    }
+
+    /// Nobody wants it any more; whether it was lost.
+    pub(crate) fn forget_the_lost(&self, vm: &VmName) -> bool {
+        if self.why_lost(vm).is_none() {
+            return false;
+        }
+        self.forget_lost_vm(vm);
+        // It ended as by a power failure.
+        if let Err(error) = self.records.change(vm, |record| record.image.role = ImageRole::Cut) {
+            warn!(%vm, "{error}");
+        }
+        true
+    }
+}
+
+fn what_to_do(vm: &VmName) -> String {
+    format!(
+        "ran here when this host's daemon ended, and has not been started again: `understudy recover {vm}`; \
+         `understudy vm stop {vm}` if it is not to run"
+    )
+}

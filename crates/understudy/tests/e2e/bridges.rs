@@ -1,0 +1,62 @@
+//! Bridges that go, and are made anew, under a VM that runs and under its backup.
+
+use crate::refusals::{definition, quick, write};
+use crate::stage::{LIMIT, play, protect, protection};
+use anyhow::{Result, ensure};
+use serde_json::Value;
+use understudy_lab::{Scene, wait_for};
+
+fn ip(scene: &Scene, host: &str, arguments: &str) -> Result<()> {
+    let mut command = scene.lab().host(host)?.command("ip");
+    let output = command.args(arguments.split(' ')).output()?;
+    ensure!(output.status.success(), "ip {arguments}: {output:?}");
+    Ok(())
+}
+
+fn make_bridge(scene: &Scene, host: &str) -> Result<()> {
+    ip(scene, host, "link add br1 type bridge")?;
+    ip(scene, host, "link set br1 up")
+}
+
+/// Waits until the VM of host a is so.
+fn await_status(scene: &Scene, what: &str, is: impl Fn(&Value) -> bool) -> Result<()> {
+    wait_for(what, LIMIT, || Ok(is(&scene.host("a")?.status("extra")?).then_some(())))
+}
+
+/// Its tap was on no bridge from then on, nobody noticed, and a take-over led to where nothing was heard.
+#[test]
+fn a_bridge_that_is_made_anew_has_its_ports_again() {
+    play(quick(), |scene| {
+        for host in ["a", "b"] {
+            make_bridge(scene, host)?;
+        }
+        let text = definition(scene, "extra")?.replace("br0", "br1");
+        let path = write(scene, "extra.toml", &text)?;
+        scene.host("a")?.call(["vm", "start", &path.to_string_lossy()])?;
+        protect(scene.host("a")?, "extra", &["--to", "b"])?;
+        ip(scene, "b", "link del br1")?;
+        await_status(scene, "host b to say that its bridge is gone", |status| {
+            protection(status).1.contains("bridge br1 does not exist")
+        })?;
+        make_bridge(scene, "b")?;
+        await_status(scene, "host b to be fit again", |status| {
+            protection(status).0 == "protected"
+        })?;
+        ip(scene, "a", "link del br1")?;
+        await_status(scene, "host a to say that its bridge is gone", |status| {
+            status["cards"][0]["problem"].as_str().is_some_and(|it| it.contains("br1"))
+        })?;
+        let told = scene.host("a")?.call(["status"])?;
+        ensure!(told.contains("WRONG: extra is not connected"), "{told}");
+        make_bridge(scene, "a")?;
+        await_status(scene, "the card to be on its bridge", |status| {
+            status["cards"][0]["problem"].is_null()
+                && status["events"].to_string().contains("which was made anew")
+        })?;
+        scene.host("a")?.call(["vm", "stop", "extra", "--force"])?;
+        for host in ["a", "b"] {
+            ip(scene, host, "link del br1")?;
+        }
+        Ok(())
+    });
+}
