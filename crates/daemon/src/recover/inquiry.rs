@@ -1,0 +1,197 @@
+//! What everybody who was asked about a VM's images said, and what follows from it.
+
+use super::ImagesAnswer;
+use crate::lease::{Awaited, Contender};
+use understudy_protocol::autostart::Knowledge;
+use understudy_protocol::validity::{ArbiterWord, Evidence, Finding, ImageRole, judge};
+use understudy_protocol::{Generation, GroupName, HostName, VmName};
+use understudy_report::{RecoverReport, ValidImages};
+use understudy_snapshot::SnapshotNumber;
+
+/// Everybody's answers.
+pub(crate) struct Inquiry {
+    pub(super) answers: Vec<ImagesAnswer>,
+    /// Hosts that did not answer, and why.
+    pub(super) silent: Vec<(HostName, String)>,
+    pub(crate) arbiter: ArbiterWord,
+    pub(crate) arbiter_words: String,
+}
+
+impl Inquiry {
+    /// Who may run the VM, and does not answer `here`.
+    pub(super) fn contender(&self, here: &HostName) -> Option<Contender> {
+        let silent: Vec<HostName> = self.silent.iter().map(|(host, _)| host.clone()).collect();
+        let owner = match &self.arbiter {
+            ArbiterWord::Says(owner) => owner.as_ref()?,
+            ArbiterWord::Silent => {
+                return (!silent.is_empty()).then_some(Contender::Any(silent));
+            }
+        };
+        let answers = |host: &HostName| self.answers.iter().any(|answer| answer.host == *host);
+        if let Some(host) = owner.host.as_ref().filter(|host| *host != here) {
+            let silent = !answers(host);
+            return silent.then(|| Contender::Owner(host.clone(), owner.generation));
+        }
+        let own = self.answers.iter().find(|answer| answer.host == *here);
+        let ran = own.and_then(|answer| answer.record.as_ref()?.image.ran_at());
+        let former = Generation(owner.generation.0.checked_sub(1)?);
+        let began = ran.is_some_and(|ran| ran >= owner.generation);
+        (!began && !silent.is_empty()).then_some(Contender::Former(silent, former))
+    }
+
+    /// The same, unless it was waited for: it answered when that began.
+    pub(super) fn newly_silent(
+        &self,
+        here: &HostName,
+        awaited: Option<&Awaited>,
+    ) -> Option<Contender> {
+        let contender = self.contender(here)?;
+        let is_covered = awaited.is_some_and(|awaited| awaited.contender.includes(&contender));
+        (!is_covered).then_some(contender)
+    }
+
+    /// A host that does something with the VM, and what.
+    pub(crate) fn busy(&self) -> Option<(&str, &str)> {
+        let busy = |answer: &'_ ImagesAnswer| answer.busy.is_some();
+        let answer = self.answers.iter().find(|answer| busy(answer))?;
+        Some((&answer.host, answer.busy.as_deref()?))
+    }
+
+    /// The host that runs the VM, and the bytes of its memory.
+    pub(crate) fn runner(&self) -> Option<(HostName, u64)> {
+        self.answers.iter().find_map(|answer| Some((answer.host.clone(), answer.runs?)))
+    }
+
+    /// Whether a host did not answer, and why.
+    pub(crate) fn silent_host(&self, host: &HostName) -> Option<(&str, &str)> {
+        let found = self.silent.iter().find(|(silent, _)| silent == host)?;
+        Some((&found.0, &found.1))
+    }
+
+    /// Returns the hosts that did not answer, as the end of a sentence.
+    pub(crate) fn silence(&self) -> String {
+        let hosts: Vec<&str> = self.silent.iter().map(|(host, _)| host.as_str()).collect();
+        match hosts.is_empty() {
+            true => String::new(),
+            false => format!("; not answering: {}", hosts.join(", ")),
+        }
+    }
+
+    /// What decides about a VM that is to come up with this host.
+    pub(crate) fn knowledge(&self) -> Knowledge {
+        let runs = |answer: &&ImagesAnswer| answer.runs.is_some();
+        let busy = |answer: &ImagesAnswer| Some((answer.host.clone(), answer.busy.clone()?));
+        Knowledge {
+            finding: judge(&self.evidence()),
+            runner: self.answers.iter().find(runs).map(|answer| answer.host.clone()),
+            busy: self.answers.iter().find_map(busy),
+        }
+    }
+
+    /// The last number of a group's snapshots that anybody has heard of.
+    pub(crate) fn last_snapshot(&self, group: &GroupName) -> SnapshotNumber {
+        let heard = self.answers.iter().filter_map(|answer| answer.snapshots.get(group));
+        heard.max().copied().unwrap_or_default()
+    }
+
+    /// The newest generation that anybody knows.
+    pub(crate) fn newest(&self) -> Generation {
+        let records = self.answers.iter().filter_map(|answer| answer.record.as_ref());
+        let known = records.map(|record| record.image.generation).max().unwrap_or_default();
+        known.max(self.arbiter.generation())
+    }
+
+    /// What decides which images are valid.
+    pub(super) fn evidence(&self) -> Evidence {
+        let records = self.answers.iter().filter_map(|answer| answer.record.as_ref());
+        let without = self.answers.iter().filter(|answer| answer.record.is_none());
+        Evidence {
+            records: records.map(|record| record.image.clone()).collect(),
+            without: without.map(|answer| answer.host.clone()).collect(),
+            silent: self.silent.iter().map(|(host, _)| host.clone()).collect(),
+            arbiter: self.arbiter.clone(),
+        }
+    }
+
+    /// Returns what was found, for people.
+    pub(super) fn report(&self, name: &VmName, finding: &Finding) -> RecoverReport {
+        let (valid, reason) = match finding {
+            Finding::Valid { host, generation, why } => {
+                let of = self.answers.iter().filter(|answer| answer.host == *host);
+                let images = of.filter_map(|answer| Some(answer.record.as_ref()?.images()));
+                let images = images.flatten().collect();
+                let valid = ValidImages { host: host.clone(), generation: *generation, images };
+                (Some(valid), why.clone())
+            }
+            Finding::Undecided(why) => (None, why.clone()),
+        };
+        let mut evidence: Vec<String> = self.answers.iter().map(describe).collect();
+        evidence.extend(self.silent.iter().map(|(host, why)| format!("host {host}: {why}")));
+        evidence.push(format!("arbiter: {}", self.arbiter_words));
+        RecoverReport { vm: name.to_owned(), valid, reason, evidence, status: None }
+    }
+}
+
+fn describe(answer: &ImagesAnswer) -> String {
+    let host = &answer.host;
+    let images = match &answer.record {
+        None => "no images".to_owned(),
+        Some(record) => {
+            let generation = record.image.generation;
+            match record.image.role {
+                ImageRole::Active => format!("ran it at generation {generation}"),
+                ImageRole::Stopped => format!("stopped it at generation {generation}"),
+                ImageRole::Cut => format!("cut its power at generation {generation}"),
+                ImageRole::Stale => format!("lost it after generation {generation}"),
+                ImageRole::Mirror => format!("a mirror of generation {generation}, not activated"),
+                ImageRole::Syncing => "a mirror that is not whole".to_owned(),
+            }
+        }
+    };
+    match &answer.busy {
+        Some(busy) => format!("host {host}: {images}; {busy} now"),
+        None => format!("host {host}: {images}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+    use understudy_protocol::{Ownership, literal};
+
+    fn answers(host: &'static str, busy: Option<&str>) -> ImagesAnswer {
+        let busy = busy.map(str::to_owned);
+        let host = literal(host);
+        ImagesAnswer { host, record: None, busy, runs: None, snapshots: BTreeMap::new() }
+    }
+
+    /// Host a owns the VM at generation 3.
+    fn inquiry(answers: Vec<ImagesAnswer>, silent: &[&'static str]) -> Inquiry {
+        let owner = Ownership { host: Some(literal("a")), generation: Generation(3) };
+        let silent = silent.iter().map(|host| (literal(host), "no answer".to_owned()));
+        Inquiry {
+            answers,
+            silent: silent.collect(),
+            arbiter: ArbiterWord::Says(Some(owner)),
+            arbiter_words: String::new(),
+        }
+    }
+
+    // Before, it was started beside the owner, for whose lease nobody had waited.
+    #[test]
+    fn an_owner_that_falls_silent_between_two_inquiries_was_not_waited_for() {
+        let here = literal("b");
+        let first = inquiry(vec![answers("b", None), answers("a", Some("runs it"))], &[]);
+        assert_eq!(first.contender(&here), None, "there is nobody to wait for");
+        let second = inquiry(vec![answers("b", None)], &["a"]);
+        let owner = Contender::Owner(literal("a"), Generation(3));
+        assert_eq!(second.newly_silent(&here, None), Some(owner.clone()));
+        let awaited = |contender| Some(Awaited { contender, lease: None });
+        assert_eq!(second.newly_silent(&here, awaited(owner.clone()).as_ref()), None);
+        let earlier = Contender::Owner(literal("a"), Generation(2));
+        assert_eq!(second.newly_silent(&here, awaited(earlier).as_ref()), Some(owner));
+        let both = inquiry(vec![answers("b", None), answers("a", None)], &[]);
+        assert_eq!(both.newly_silent(&here, None), None, "it answers");
+    }
+}
