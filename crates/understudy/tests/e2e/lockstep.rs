@@ -309,7 +309,7 @@ fn a_guest_that_ignores_its_power_button_stays_in_lockstep() {
         let killed = scene.shell()?.run("killall acpid")?;
         ensure!(killed.code == 0, "{killed:?}");
         let (_, words) = refusal(scene.host("a")?, &["vm", "stop", VM])?;
-        ensure!(words.contains("did not power off"), "{words}");
+        ensure!(words.contains("has not powered off"), "{words}");
         await_repaired(scene, "lockstep")?;
         in_lockstep(scene, "a")?;
         let events = scene.status("a")?["events"].to_string();
