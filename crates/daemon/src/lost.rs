@@ -46,13 +46,12 @@ fn look_after(host: &Weak<Host>, mut lost: Vec<VmName>) {
 
 impl Host {
     fn is_still_lost(&self, vm: &VmName) -> bool {
-        let here = &self.config.name;
-        let owner = self.arbiter.as_ref().and_then(|arbiter| arbiter.current(vm).ok().flatten());
-        let other = owner.and_then(|owner| owner.host).filter(|host| host != here);
-        if let Some(other) = &other {
-            info!(%vm, "ran here when this host's daemon ended; host {other} has it since");
+        if let Some(since) = self.had_since(vm) {
+            info!(%vm, "ran here when this host's daemon ended; {since}");
+            self.forget_lost_vm(vm);
+            return false;
         }
-        if other.is_some() || self.is_settled(vm) {
+        if self.is_settled(vm) {
             self.forget_lost_vm(vm);
             return false;
         }
@@ -60,6 +59,23 @@ impl Host {
             warn!(%vm, "{}", what_to_do(vm));
         }
         true
+    }
+
+    /// Who has, or has had, the VM since it ran here, by the arbiter's word.
+    fn had_since(&self, vm: &VmName) -> Option<String> {
+        let owner = self.arbiter.as_ref()?.current(vm).ok()??;
+        match owner.host {
+            // It may have claimed it for a start that did not come to its end.
+            Some(host) if host == self.config.name => None,
+            Some(other) => Some(format!("host {other} has it since")),
+            None => {
+                let ran = self.records.read(vm).ok()??.image.generation;
+                let is_newer = owner.generation > ran;
+                is_newer.then(|| {
+                    format!("another host had it since, at generation {}", owner.generation)
+                })
+            }
+        }
     }
 
     fn is_lost(&self, vm: &VmName) -> bool {
