@@ -139,9 +139,10 @@ impl LogPage {
     /// Size of the memfd.
     pub const BYTES: usize = 4096;
 
-    /// QEMU begins to stand still.
+    /// QEMU begins to stand still, unless it does already.
     pub fn begin_block(&self) {
-        self.blocked_since.store(monotonic(), Ordering::Release);
+        let (begun, waits) = (Ordering::Release, Ordering::Relaxed);
+        let _ = self.blocked_since.compare_exchange(0, monotonic(), begun, waits);
     }
 
     /// Resume, if stopped.

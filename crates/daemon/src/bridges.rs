@@ -25,9 +25,8 @@ fn run(host: &Weak<Host>) {
         let mut found = BTreeMap::new();
         host.primaries().iter().for_each(|vm| look(vm, &mut found));
         let before = std::mem::replace(&mut host.troubles.lock().cards, found.clone());
-        for ((vm, mac), problem) in found {
-            let card = (vm, mac);
-            if before.get(&card) != Some(&problem) {
+        for (card, problem) in &found {
+            if before.get(card) != Some(problem) {
                 let (vm, mac) = card;
                 warn!(%vm, "card {mac}: {problem}");
             }
@@ -48,9 +47,9 @@ fn look(vm: &PrimaryVm, found: &mut BTreeMap<(VmName, String), String>) {
             Ok(false) => {}
             Ok(true) => {
                 let bridge = port.bridge();
-                info!(vm = %name, "card {mac} is on bridge {bridge} again, which was made anew");
-                vm.events
-                    .note(format!("card {mac} is on bridge {bridge} again, which was made anew"));
+                let told = format!("card {mac} is on bridge {bridge} again, which was made anew");
+                info!(vm = %name, "{told}");
+                vm.events.note(told);
             }
             Err(error) => drop(found.insert((name.clone(), mac), error.to_string())),
         }

@@ -46,12 +46,11 @@ fn look_after(host: &Weak<Host>, mut lost: Vec<VmName>) {
 
 impl Host {
     fn is_still_lost(&self, vm: &VmName) -> bool {
-        if let Some(since) = self.had_since(vm) {
+        let since = self.had_since(vm);
+        if let Some(since) = &since {
             info!(%vm, "ran here when this host's daemon ended; {since}");
-            self.forget_lost_vm(vm);
-            return false;
         }
-        if self.is_settled(vm) {
+        if since.is_some() || self.is_settled(vm) {
             self.forget_lost_vm(vm);
             return false;
         }

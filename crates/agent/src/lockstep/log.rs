@@ -174,11 +174,10 @@ impl Lockstep {
         if let Some(bytes) = self.read_prelude(buffer) {
             return bytes;
         }
-        let (flags, mut waits) = (libc::MSG_DONTWAIT, false);
         let read = loop {
+            let (start, length) = (buffer.as_mut_ptr().cast(), buffer.len());
             // SAFETY: writes into a slice.
-            let read =
-                unsafe { libc::recv(self.log, buffer.as_mut_ptr().cast(), buffer.len(), flags) };
+            let read = unsafe { libc::recv(self.log, start, length, libc::MSG_DONTWAIT) };
             match usize::try_from(read) {
                 Ok(read) => break read,
                 Err(_) => match io::Error::last_os_error().kind() {
@@ -189,9 +188,7 @@ impl Lockstep {
                         return 1;
                     }
                     io::ErrorKind::WouldBlock => {
-                        if !std::mem::replace(&mut waits, true) {
-                            self.page.begin_block();
-                        }
+                        self.page.begin_block();
                         self.await_more();
                     }
                     _ => break 0,

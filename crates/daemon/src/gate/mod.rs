@@ -29,28 +29,32 @@ use understudy_report::error::{ErrorKind, HostError};
 /// Before the next try when the system has no descriptor, thread or memory; doubled each time.
 const BACK_OFF: [Duration; 2] = [Duration::from_millis(10), Duration::from_secs(1)];
 
-/// Whether an address may be free in a moment: a daemon that has just ended still has it, or this host, which boots, has
-/// it not yet.
-pub fn may_be_bound_soon(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::AddrInUse | io::ErrorKind::AddrNotAvailable)
-}
-
-/// Waits for an address that may be free in a moment.
-pub(crate) fn bind(address: &SocketAddr) -> Result<TcpListener, HostError> {
+/// Listens at an address, waiting for one that may be free in a moment: a daemon that has just ended still has it, or this
+/// host, which boots, has it not yet.
+pub fn bind_soon(address: &SocketAddr) -> io::Result<TcpListener> {
     let deadline = Instant::now() + ADDRESS_PATIENCE;
-    let error = loop {
+    loop {
         match TcpListener::bind(address) {
-            Ok(listener) => return Ok(listener),
             Err(error) if may_be_bound_soon(&error) && Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_millis(50));
             }
-            Err(error) => break error,
+            bound => return bound,
         }
-    };
-    let message = format!(
-        "cannot listen on {address}: {error}; is another daemon running, or the address not this host's?"
-    );
-    Err(HostError::new(ErrorKind::Conflict, message))
+    }
+}
+
+fn may_be_bound_soon(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::AddrInUse | io::ErrorKind::AddrNotAvailable)
+}
+
+/// Listens for peers at an address.
+pub(crate) fn bind(address: &SocketAddr) -> Result<TcpListener, HostError> {
+    bind_soon(address).map_err(|error| {
+        let message = format!(
+            "cannot listen on {address}: {error}; is another daemon running, or the address not this host's?"
+        );
+        HostError::new(ErrorKind::Conflict, message)
+    })
 }
 
 /// Accepts connections for as long as the host lives.

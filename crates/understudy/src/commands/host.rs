@@ -10,7 +10,6 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::runtime::Builder;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 use tokio::task::{JoinError, JoinHandle, spawn_blocking};
@@ -19,8 +18,6 @@ use understudy_daemon::config::HostConfig;
 use understudy_daemon::{ADDRESS_PATIENCE, Host};
 use understudy_report::{ErrorKind, HostError};
 
-/// The API waits on the host, so little work is left for its own threads.
-const API_THREADS: usize = 2;
 /// How long calls under way may take to be answered once everything has ended.
 const LAST_ANSWERS: Duration = Duration::from_secs(2);
 /// What the end takes beside the guests' power-off: protected VMs are handed over before.
@@ -31,11 +28,7 @@ pub fn run(config: &Path) -> Result<Exit, Failure> {
     let manager = Arc::new(ServiceManager::of_environment()?);
     let config = HostConfig::load(config)?;
     let socket = bind_socket(&config.socket)?;
-    let runtime = Builder::new_multi_thread()
-        .worker_threads(API_THREADS)
-        .max_blocking_threads(room::THREADS)
-        .enable_all()
-        .build()
+    let runtime = room::runtime()
         .map_err(|error| Failure::internal(format!("cannot start threads: {error}")))?;
     let result = runtime.block_on(serve(config, &socket, manager));
     // A call that still hangs must not keep the daemon from ending.

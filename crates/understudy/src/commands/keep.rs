@@ -11,7 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::runtime::{Builder, Handle};
+use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
@@ -25,8 +25,6 @@ use understudy_daemon::keeper::seclusion::{self, Seclusion};
 use understudy_protocol::{GroupName, VmName};
 use understudy_report::{ErrorKind, HostError};
 
-/// One is for the API, and one for whoever waits on the host.
-const API_THREADS: usize = 2;
 /// For what was asked to be answered: who ended the VM is to hear that, on a busy host, too.
 const LAST_ANSWERS: Duration = Duration::from_secs(8);
 
@@ -44,11 +42,7 @@ pub fn run(
     rights::give_up()?;
     seclude(order.as_ref())?;
     let config = HostConfig::load(config)?;
-    let runtime = Builder::new_multi_thread()
-        .worker_threads(API_THREADS)
-        .max_blocking_threads(room::THREADS)
-        .enable_all()
-        .build()
+    let runtime = room::runtime()
         .map_err(|error| Failure::internal(format!("cannot start threads: {error}")))?;
     let ended = runtime.block_on(serve(config, (vm, group), order));
     // A call that still hangs must not keep the keeper from ending.

@@ -228,6 +228,7 @@ fn conclusion(report: &Report, evacuated: bool) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::table::tests::host_of;
     use understudy_protocol::literal;
     use understudy_report::upgrade::UpgradeStep;
 
@@ -344,18 +345,7 @@ mod tests {
             vm(Role::Primary, None, protected()),
             vm(Role::Backup, Some(7), protected()),
         ];
-        let status = HostStatus {
-            name: literal("a"),
-            version: String::new(),
-            qemu_version: String::new(),
-            problems: Vec::new(),
-            certificate_expires: None,
-            arbiter: None,
-            peers: Vec::new(),
-            awaited: Vec::new(),
-            vms,
-        };
-        assert_eq!(kept_here(&status).count(), 1);
+        assert_eq!(kept_here(&host_of(vms)).count(), 1);
     }
 
     #[test]

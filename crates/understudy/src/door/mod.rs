@@ -29,7 +29,8 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
-use tokio::time::Instant;
+use tokio::task::spawn_blocking;
+use understudy_daemon::bind_soon;
 use understudy_daemon::config::Access;
 use understudy_protocol::HostName;
 use understudy_report::{ErrorKind, HostError};
@@ -155,23 +156,17 @@ pub async fn bind(
     what: &str,
     section: &str,
 ) -> Result<TcpListener, HostError> {
-    let deadline = Instant::now() + understudy_daemon::ADDRESS_PATIENCE;
-    let error = loop {
-        match TcpListener::bind(address).await {
-            Ok(listener) => return Ok(listener),
-            Err(error)
-                if understudy_daemon::may_be_bound_soon(&error) && Instant::now() < deadline =>
-            {
-                tokio::time::sleep(PAUSE).await;
-            }
-            Err(error) => break error,
-        }
+    let cannot = |error: io::Error| {
+        let message = format!(
+            "cannot serve {what} on {address}: {error}; correct `listen` in {section} of the \
+             configuration"
+        );
+        HostError::new(ErrorKind::Conflict, message)
     };
-    let message = format!(
-        "cannot serve {what} on {address}: {error}; correct `listen` in {section} of the \
-         configuration"
-    );
-    Err(HostError::new(ErrorKind::Conflict, message))
+    let bound = spawn_blocking(move || bind_soon(&address)).await;
+    let listener = bound.unwrap_or_else(|error| Err(error.into())).map_err(cannot)?;
+    listener.set_nonblocking(true).map_err(cannot)?;
+    TcpListener::from_std(listener).map_err(cannot)
 }
 
 /// Callers who were greeted.
