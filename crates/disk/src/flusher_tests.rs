@@ -48,6 +48,12 @@ impl Bench {
         self.answered.recv_timeout(DEADLINE).expect("a flush is answered")
     }
 
+    /// The fsync that is under way succeeds, which answers nobody before.
+    fn succeed(&self) {
+        self.no_answer();
+        self.finish.send(Ok(())).unwrap();
+    }
+
     fn no_answer(&self) {
         assert!(self.answered.try_recv().is_err(), "answered too early");
     }
@@ -60,13 +66,11 @@ fn a_flush_is_answered_after_an_fsync_that_began_after_it() {
     bench.next_fsync();
     bench.flush(2);
     bench.flush(3);
-    bench.no_answer();
-    bench.finish.send(Ok(())).unwrap();
+    bench.succeed();
     assert_eq!(bench.answer(), (1, true));
 
     bench.next_fsync();
-    bench.no_answer();
-    bench.finish.send(Ok(())).unwrap();
+    bench.succeed();
     assert_eq!([bench.answer(), bench.answer()], [(2, true), (3, true)]);
     assert!(bench.begun.try_recv().is_err(), "flushes that waited together share one fsync");
 }
@@ -121,12 +125,10 @@ fn without_a_backup_no_flush_is_answered_before_its_fsync() {
     bench.next_fsync();
     bench.flusher.begin_checkpoint();
     bench.flush(2);
-    bench.no_answer();
-    bench.finish.send(Ok(())).unwrap();
+    bench.succeed();
     assert_eq!(bench.answer(), (1, true));
     bench.next_fsync();
-    bench.no_answer();
-    bench.finish.send(Ok(())).unwrap();
+    bench.succeed();
     assert_eq!(bench.answer(), (2, true));
 
     // The guest stands still: from here on its output is held.
@@ -138,8 +140,7 @@ fn without_a_backup_no_flush_is_answered_before_its_fsync() {
     bench.flusher.set_backup(false);
     bench.flush(4);
     bench.next_fsync();
-    bench.no_answer();
-    bench.finish.send(Ok(())).unwrap();
+    bench.succeed();
     assert_eq!(bench.answer(), (4, true));
     bench.flusher.end_checkpoint();
     bench.flush(5);

@@ -4,7 +4,7 @@
 
 use crate::planned::reboot;
 use crate::stage::{
-    Calm, LIMIT, PACE, await_service, close, daemon, options, play, protection, prove_disk,
+    Calm, LIMIT, PACE, await_service, close, daemon_passing, options, play, protection, prove_disk,
 };
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
@@ -14,7 +14,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use toml::{Table, Value};
-use understudy_lab::{GuestShell, HostOptions, Scene, SceneOptions};
+use understudy_lab::{GuestShell, Scene, SceneOptions};
 
 /// Of Debian's package ovmf.
 const CODE: &str = "/usr/share/OVMF/OVMF_CODE_4M.secboot.fd";
@@ -234,9 +234,8 @@ fn a_guest_whose_variables_cannot_be_written_is_handed_over() {
     let directory = tempfile::tempdir().expect("a directory for the test");
     let fails = directory.path().join("fails");
     let point = format!("write-one-disk=return({})", fails.display());
-    let environment = vec![("FAILPOINTS".to_owned(), point)];
     let mut shape = SceneOptions { booted: false, ..options().calm() };
-    shape.daemons.insert("a".to_owned(), HostOptions { environment, ..daemon().calm() });
+    shape.daemons.insert("a".to_owned(), daemon_passing(point));
     play(shape, |scene| {
         define(scene)?;
         scene.protected_guest("a", "b")?;

@@ -2,14 +2,14 @@
 //! answered: the backup has a copy, as much of it as it needs and no more.
 
 use crate::deaths::await_empty;
-use crate::stage::{Calm, LIMIT, PACE, close, daemon, options, play, prove_disk};
+use crate::stage::{Calm, LIMIT, PACE, close, daemon_passing, options, play, prove_disk};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::io::ErrorKind;
 use std::net::UdpSocket;
 use std::time::Duration;
 use understudy_lab::scene::ECHO_PORT;
-use understudy_lab::{CLIENT_ADDRESS, ChatterClient, HostOptions, Lab, Load, Scene};
+use understudy_lab::{CLIENT_ADDRESS, ChatterClient, Lab, Load, Scene};
 use understudy_lab::{SceneOptions, in_namespace, wait_for};
 use understudy_protocol::{FORWARDED_BYTES, Policy};
 
@@ -125,8 +125,7 @@ fn of_an_upload_only_the_beginning_of_each_epoch_is_copied() {
 fn answers_of_a_committed_epoch_that_were_not_released_come_from_the_backup() {
     let mut options = epochs(1);
     let action = format!("before-release={RELEASES}*off->panic");
-    let environment = vec![("FAILPOINTS".to_owned(), action)];
-    options.daemons.insert("a".to_owned(), HostOptions { environment, ..daemon().calm() });
+    options.daemons.insert("a".to_owned(), daemon_passing(action));
     play(options, |scene| {
         scene.protected_guest("a", "b")?;
         // One in each epoch, soon after it began; so one in that which a does not release.

@@ -3,7 +3,7 @@
 
 use crate::refusals::says;
 use crate::snapshot::{busy, json, number, prove_restored, small, store};
-use crate::stage::{Calm, LIMIT, await_forgotten, daemon, play, refusal, vms};
+use crate::stage::{Calm, LIMIT, await_forgotten, daemon, daemon_passing, play, refusal, vms};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::path::PathBuf;
@@ -148,8 +148,7 @@ fn a_snapshot_is_not_deleted_while_a_guest_is_restored_from_it() {
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn loading_ends_whoever_sees_it_first() {
     let mut options = small();
-    let environment = vec![("FAILPOINTS".to_owned(), "all-filled=sleep(1000)".to_owned())];
-    options.daemons.insert("b".to_owned(), HostOptions { environment, ..daemon().calm() });
+    options.daemons.insert("b".to_owned(), daemon_passing("all-filled=sleep(1000)"));
     play(options, |scene| {
         let (sums, count) = saved(scene)?;
         json(scene, "b", &["vm", "restore", VM, "--store", &store(scene), "--mode", "lazy"])?;

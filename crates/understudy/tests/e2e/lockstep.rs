@@ -7,8 +7,8 @@ use crate::deaths::{await_rounds, unharmed};
 use crate::planned::power_off;
 use crate::refusals::log_of;
 use crate::stage::{
-    Calm, LIMIT, LOAD_PACE, PACE, await_degraded, await_forgotten, await_service, close, daemon,
-    hand_over, options, play, play_protected, prove_disk, prove_survival, refusal,
+    Calm, LIMIT, LOAD_PACE, PACE, await_degraded, await_forgotten, await_service, close,
+    daemon_passing, hand_over, options, play, play_protected, prove_disk, prove_survival, refusal,
     repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
@@ -44,8 +44,7 @@ pub fn lockstep() -> SceneOptions {
 /// The same; this host's daemon passes these fail points.
 fn armed(host: &str, points: &str) -> SceneOptions {
     let mut options = lockstep();
-    let environment = vec![("FAILPOINTS".to_owned(), points.to_owned())];
-    options.daemons.insert(host.to_owned(), HostOptions { environment, ..daemon().calm() });
+    options.daemons.insert(host.to_owned(), daemon_passing(points));
     options
 }
 
@@ -209,8 +208,13 @@ fn the_qemu_of_a_backup_dies() {
 
 #[test]
 fn a_planned_fail_over_loses_nothing() {
-    play_protected(lockstep(), |scene, client| {
-        scene.shell()?.start(BUSY)?;
+    hand_over_under(BUSY, lockstep());
+}
+
+fn hand_over_under(load: &str, options: SceneOptions) {
+    play_protected(options, |scene, client| {
+        in_lockstep(scene, "a")?;
+        scene.shell()?.start(load)?;
         hand_over(scene.host("a")?, VM)?;
         scene.await_live("b")?;
         await_forgotten(scene, "a")?;
@@ -222,14 +226,7 @@ fn a_planned_fail_over_loses_nothing() {
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_log_that_is_full_as_the_guest_is_handed_over_holds_nobody_up() {
-    play_protected(armed("a", "log-fills=return"), |scene, client| {
-        in_lockstep(scene, "a")?;
-        scene.shell()?.start(FLOOD)?;
-        hand_over(scene.host("a")?, VM)?;
-        scene.await_live("b")?;
-        await_forgotten(scene, "a")?;
-        prove_survival(scene, client, "b")
-    });
+    hand_over_under(FLOOD, armed("a", "log-fills=return"));
 }
 
 /// It stood still for good when nobody read what it logged.

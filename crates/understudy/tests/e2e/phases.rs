@@ -8,7 +8,7 @@
 use crate::deaths::{await_empty, await_rounds, unharmed};
 use crate::refusals::log_of;
 use crate::stage::{
-    Calm, LIMIT, LOAD_PACE, PACE, await_service, daemon, options, play, prove_survival,
+    Calm, LIMIT, LOAD_PACE, PACE, await_service, daemon_passing, options, play, prove_survival,
 };
 use anyhow::{Context, Result, ensure};
 use understudy_lab::scene::RECORDS_PORT;
@@ -27,7 +27,7 @@ fn armed(point: &str, seed: u64) -> HostOptions {
     // Any spread will do, as long as it is the same in every run.
     let checkpoints = 5 + seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) % 35;
     let actions = format!("{point}={checkpoints}*off->panic");
-    HostOptions { environment: vec![("FAILPOINTS".to_owned(), actions)], ..daemon().calm() }
+    daemon_passing(actions)
 }
 
 fn armed_options(point: &str) -> SceneOptions {

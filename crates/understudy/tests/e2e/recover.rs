@@ -2,13 +2,13 @@
 
 use crate::deaths::await_empty;
 use crate::stage::{
-    Calm, LIMIT, await_service, daemon, hand_over, options, play, play_protected, prove_disk,
-    refusal,
+    Calm, LIMIT, await_service, daemon, daemon_passing, hand_over, options, play, play_protected,
+    prove_disk, refusal,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use understudy_lab::scene::{GuestKind, VM};
-use understudy_lab::{HostOptions, HostProcess, RecordClient, Scene, SceneOptions, wait_for};
+use understudy_lab::{HostProcess, RecordClient, Scene, SceneOptions, wait_for};
 
 /// Disk writes with and without flushes.
 const DISK_LOAD: &str =
@@ -93,9 +93,8 @@ fn both_hosts_are_lost_after_a_fail_over() {
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_backup_dies_between_winning_and_activation() {
     let point = "before-activation";
-    let environment = vec![("FAILPOINTS".to_owned(), format!("{point}=panic"))];
     let mut options = options().calm();
-    options.daemons.insert("b".to_owned(), HostOptions { environment, ..daemon().calm() });
+    options.daemons.insert("b".to_owned(), daemon_passing(format!("{point}=panic")));
     play_protected(options, |scene, client| {
         scene.host_mut("a")?.kill_everything()?;
         let b = scene.host_mut("b")?;

@@ -5,8 +5,8 @@ use crate::lockstep::console_of;
 use crate::refusals::log_of;
 use crate::sick_hosts::Hanging;
 use crate::stage::{
-    Calm, LIMIT, PACE, await_degraded, await_service, close, daemon, options, play, play_protected,
-    protect, prove_disk, prove_survival, run,
+    Calm, LIMIT, PACE, await_degraded, await_service, close, daemon_passing, options, play,
+    play_protected, protect, prove_disk, prove_survival, run,
 };
 use anyhow::{Context, Result, ensure};
 use std::fs::{self, File};
@@ -38,7 +38,7 @@ impl Failing {
 
     pub fn daemon(&self) -> HostOptions {
         let point = format!("{}=return({})", self.point, self.file.display());
-        HostOptions { environment: vec![("FAILPOINTS".to_owned(), point)], ..daemon().calm() }
+        daemon_passing(point)
     }
 
     pub fn begin(&self) -> Result<()> {
@@ -50,6 +50,21 @@ impl Failing {
     }
 }
 
+/// Waits until a flush of host a's guest hangs; how many were answered before.
+pub fn await_hung_flush(scene: &Scene) -> Result<usize> {
+    wait_for("a flush to hang", LIMIT, || {
+        let status = scene.status("a")?;
+        let error = status["disk_error"].as_str().unwrap_or_default();
+        Ok(error.contains("disk0 has not answered for").then_some(()))
+    })?;
+    flushed(scene)
+}
+
+/// Waits until more were answered than the one that hung.
+pub fn await_more_flushes(scene: &Scene, before: usize) -> Result<()> {
+    wait_for("the guest to go on", LIMIT, || Ok((flushed(scene)? > before + 1).then_some(())))
+}
+
 /// Nobody holds what it says before its first checkpoint. The pause of that answered its flush, and what it
 /// said then a power failure could take back.
 #[test]
@@ -57,9 +72,8 @@ impl Failing {
 fn the_first_checkpoint_answers_no_flush_before_it_is_done() {
     let (synchronised, hanging) = (Moment::new(), Hanging::new());
     let points = [synchronised.action("synchronised", "1*"), hanging.action("hang-sync")];
-    let environment = vec![("FAILPOINTS".to_owned(), points.join(";"))];
     let mut options = options().calm();
-    options.daemons.insert("a".to_owned(), HostOptions { environment, ..daemon().calm() });
+    options.daemons.insert("a".to_owned(), daemon_passing(points.join(";")));
     play(options, |scene| {
         scene.start_guest("a")?;
         scene.await_guest()?;
@@ -68,18 +82,13 @@ fn the_first_checkpoint_answers_no_flush_before_it_is_done() {
         scene.host("a")?.call(["protect", VM, "--to", "b", "--no-wait"])?;
         synchronised.await_reached()?;
         hanging.begin()?;
-        wait_for("a flush to hang", LIMIT, || {
-            let status = scene.status("a")?;
-            let error = status["disk_error"].as_str().unwrap_or_default();
-            Ok(error.contains("disk0 has not answered for").then_some(()))
-        })?;
-        let before = flushed(scene)?;
+        let before = await_hung_flush(scene)?;
         synchronised.end()?;
         let reason = await_degraded(scene, "a")?;
         ensure!(reason.contains("cannot take a checkpoint"), "{reason}");
         ensure!(flushed(scene)? == before, "a flush was answered that has not reached the disk");
         hanging.end()?;
-        wait_for("the guest to go on", LIMIT, || Ok((flushed(scene)? > before + 1).then_some(())))?;
+        await_more_flushes(scene, before)?;
         protect(scene.host("a")?, VM, &["--to", "b"])?;
         scene.host("a")?.call(["vm", "stop", VM, "--force"]).map(drop)
     });
@@ -129,8 +138,7 @@ fn no_guest_starts_on_an_image_that_cannot_be_synced() {
 #[test]
 fn a_backup_that_cannot_apply_the_first_epoch_says_so_and_another_session_can() {
     let mut options = options().calm();
-    let environment = vec![("FAILPOINTS".to_owned(), "apply-epoch=1*return".to_owned())];
-    options.daemons.insert("b".to_owned(), HostOptions { environment, ..daemon().calm() });
+    options.daemons.insert("b".to_owned(), daemon_passing("apply-epoch=1*return"));
     play(options, |scene| {
         scene.start_guest("a")?;
         scene.await_guest()?;

@@ -3,11 +3,11 @@
 use crate::cluster_deaths::Moment;
 use crate::keepers::with_keepers;
 use crate::refusals::says;
-use crate::sick_disks::{FLUSHES, flushed};
+use crate::sick_disks::{FLUSHES, await_hung_flush, await_more_flushes, flushed};
 use crate::sick_hosts::Hanging;
 use crate::stage::{
-    Calm, LIMIT, await_degraded, await_forgotten, daemon, hand_over, options, play, refusal,
-    refused,
+    Calm, LIMIT, await_degraded, await_forgotten, daemon, daemon_passing, hand_over, options, play,
+    refusal, refused,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -15,7 +15,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::thread;
 use understudy_lab::scene::VM;
-use understudy_lab::{GuestShell, HostOptions, Scene, SceneOptions, wait_for};
+use understudy_lab::{GuestShell, Scene, SceneOptions, wait_for};
 use understudy_protocol::BlockId;
 use understudy_snapshot::{Area, AreaEntry, ChunkId, Store};
 
@@ -130,8 +130,7 @@ fn a_snapshot_of_an_unprotected_vm_answers_no_flush_before_it_is_done() {
     let (prepared, hanging) = (Moment::new(), Hanging::new());
     let mut options = small();
     let points = [prepared.action("snapshot-prepared", "1*"), hanging.action("hang-sync")];
-    let environment = vec![("FAILPOINTS".to_owned(), points.join(";"))];
-    options.daemons.insert("a".to_owned(), HostOptions { environment, ..daemon().calm() });
+    options.daemons.insert("a".to_owned(), daemon_passing(points.join(";")));
     play(options, |scene| {
         let store = store(scene);
         let take = ["vm", "snapshot", VM, "--trace", "0", "--store", &store];
@@ -142,18 +141,13 @@ fn a_snapshot_of_an_unprotected_vm_answers_no_flush_before_it_is_done() {
         let taking = scene.host("a")?.begin(take)?;
         prepared.await_reached()?;
         hanging.begin()?;
-        wait_for("a flush to hang", LIMIT, || {
-            let status = scene.status("a")?;
-            let error = status["disk_error"].as_str().unwrap_or_default();
-            Ok(error.contains("disk0 has not answered for").then_some(()))
-        })?;
-        let before = flushed(scene)?;
+        let before = await_hung_flush(scene)?;
         prepared.end()?;
         let (_, words) = refused(&taking.wait_with_output()?, "vm snapshot")?;
         says(&words, &[VM, "did not stop the guest"])?;
         ensure!(flushed(scene)? == before, "a flush was answered that has not reached the disk");
         hanging.end()?;
-        wait_for("the guest to go on", LIMIT, || Ok((flushed(scene)? > before + 1).then_some(())))?;
+        await_more_flushes(scene, before)?;
         json(scene, "a", &take)?;
         scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
         await_forgotten(scene, "a")
@@ -282,8 +276,7 @@ fn a_take_over_ends_the_snapshot_of_a_protected_vm() {
 #[test]
 fn a_backup_dies_while_it_stores_a_snapshot() {
     let mut options = small();
-    let environment = vec![("FAILPOINTS".to_owned(), "snapshot-kept=panic".to_owned())];
-    options.daemons.insert("b".to_owned(), HostOptions { environment, ..daemon().calm() });
+    options.daemons.insert("b".to_owned(), daemon_passing("snapshot-kept=panic"));
     play(options, |scene| {
         let store = store(scene);
         scene.protected_guest("a", "b")?;

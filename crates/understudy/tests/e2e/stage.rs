@@ -59,6 +59,12 @@ pub fn daemon() -> HostOptions {
     if patience() > 1 { options.calm() } else { options }
 }
 
+/// [`daemon`] that is patient, and passes these fail points.
+pub fn daemon_passing(points: impl Into<String>) -> HostOptions {
+    let environment = vec![("FAILPOINTS".to_owned(), points.into())];
+    HostOptions { environment, ..daemon().calm() }
+}
+
 /// [`daemon`] that restores lost protection, as daemons do by default.
 pub fn repairing_daemon() -> HostOptions {
     HostOptions::default()

@@ -3,12 +3,12 @@
 use crate::deaths::{await_rounds, unharmed};
 use crate::lockstep::{FLOOD, console_of, in_lockstep};
 use crate::stage::{
-    Calm, LIMIT, LOAD_PACE, await_degraded, await_service, daemon, has_backup, options,
+    Calm, LIMIT, LOAD_PACE, await_degraded, await_service, daemon_passing, has_backup, options,
     play_protected, prove_survival, refusal,
 };
 use anyhow::{Context, Result, ensure};
 use understudy_lab::scene::{ECHO_PORT, RECORDS_PORT, VM};
-use understudy_lab::{ChatterClient, HostOptions, Load, Scene, SceneOptions, wait_for};
+use understudy_lab::{ChatterClient, Load, Scene, SceneOptions, wait_for};
 
 /// Writes to the disk and reads it from there, and checks what it reads.
 const DISK: &str = "mkdir -p /data/load; n=0; while :; do dd if=/dev/urandom of=/data/load/a bs=64k \
@@ -24,8 +24,7 @@ fn plain() -> SceneOptions {
 /// The same; this host's daemon passes these fail points.
 fn armed(host: &str, points: &str) -> SceneOptions {
     let mut options = plain();
-    let environment = vec![("FAILPOINTS".to_owned(), points.to_owned())];
-    options.daemons.insert(host.to_owned(), HostOptions { environment, ..daemon().calm() });
+    options.daemons.insert(host.to_owned(), daemon_passing(points));
     options
 }
 
