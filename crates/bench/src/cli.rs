@@ -3,12 +3,14 @@
 
 mod bench;
 mod checkpoint;
+mod endurance;
 mod trial;
 
 #[cfg(test)]
 use bench::SUITE_HELP;
 pub use bench::*;
 pub use checkpoint::BenchCheckpointArgs;
+pub use endurance::BenchEnduranceArgs;
 pub use trial::*;
 use trial::{CHAOS_HELP, DEMO_HELP, SIMULATE_HELP};
 

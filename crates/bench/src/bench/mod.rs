@@ -16,6 +16,7 @@
 //! | `workloads` | what each workload runs |
 //! | [`distance`]| records a second, and what they wait, with the backup far away |
 //! | [`failover`] | how long clients wait when a host dies |
+//! | [`endurance`] | whether a guest is as fast after many fail-overs |
 //! | `report`, `compression_report` | the results: medians, JSON, the tables |
 //! | `memory`  | how much memory the daemons hold |
 //! | `kvm_counts` | what checkpoints do to a guest on KVM, counted by KVM |
@@ -25,6 +26,7 @@ pub mod checkpoint;
 pub mod compression;
 mod compression_report;
 pub mod distance;
+pub mod endurance;
 pub mod failover;
 pub mod group;
 mod kvm_counts;
@@ -52,6 +54,7 @@ pub fn run(args: &BenchArgs, json: bool) -> Result<Exit, Failure> {
         Some(BenchCommand::Checkpoint(args)) => checkpoint::run(args, json),
         Some(BenchCommand::Compression(args)) => compression::run(args, json),
         Some(BenchCommand::Distance(args)) => distance::run(args, json),
+        Some(BenchCommand::Endurance(args)) => endurance::run(args, json),
         Some(BenchCommand::Failover(args)) => failover::run(args, json),
         Some(BenchCommand::Group(args)) => group::run(args, json),
         Some(BenchCommand::Lockstep(args)) => lockstep::run(args, json),

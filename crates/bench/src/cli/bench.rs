@@ -1,6 +1,7 @@
 //! The grammar of `understudy-lab bench`.
 
 use super::checkpoint::BenchCheckpointArgs;
+use super::endurance::BenchEnduranceArgs;
 use crate::bench::failover::ClientKind;
 use crate::bench::suite::{Subject, Variant};
 use crate::bench::workloads::Workload;
@@ -110,6 +111,9 @@ pub enum BenchCommand {
     /// How long clients wait when a host dies, or is cut off.
     #[command(after_help = BENCH_FAILOVER_HELP)]
     Failover(BenchFailoverArgs),
+    /// Whether a guest is as fast after many fail-overs as before the first.
+    #[command(after_help = super::endurance::HELP)]
+    Endurance(BenchEnduranceArgs),
     /// What workloads do in one guest, protected or not.
     #[command(after_help = BENCH_WORKLOAD_HELP)]
     Workload(BenchWorkloadArgs),
