@@ -43,9 +43,9 @@ bench: build guests bench-guest ## What protection costs, all workloads (QUICK=1
 bench-quick: ## The same work in fewer variants, one round: a first look
 	@$(MAKE) --no-print-directory bench QUICK=1
 
-readme-table: setup ## The tables of README.md and docs/performance.md from a report (REPORT=target/bench/report.json)
+readme-table: setup ## The tables of README.md and docs/performance.md from a report (REPORT=target/bench/report.json; SHARED=that of a run that was not pinned)
 	@cargo build --release -p understudy-bench
-	@$(LAB) bench readme $(REPORT)
+	@$(LAB) bench readme $(REPORT) $(if $(SHARED),--shared $(SHARED))
 
 bench-compression: build guests ## Ways to encode pages, on a guest that compiles (JSON=1: as JSON)
 	@guests/toolchain $(PROGRESS)
