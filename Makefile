@@ -85,6 +85,7 @@ style: ## `make lint` without clippy
 	git ls-files .ci guests packaging scripts | xargs grep -lE '^#!/bin/(ba)?sh' | xargs shellcheck --severity=warning
 	scripts/check-citations
 	scripts/check-locks
+	scripts/draw-crates --check
 
 # cargo-deny, and its version with the format of deny.toml.
 CARGO_DENY := target/tools/bin/cargo-deny
