@@ -285,6 +285,11 @@ impl OutputBuffer {
         self.held.iter().map(|batch| batch.frames.used()).sum()
     }
 
+    /// Bytes of the frames that wait to be written, as well.
+    pub fn bytes(&self) -> usize {
+        self.held_bytes() + self.released.iter().map(|batch| batch.frames.used()).sum::<usize>()
+    }
+
     /// Whether a frame of the current epoch waits.
     pub fn holds_current(&self) -> bool {
         self.held.back().is_some_and(|last| last.epoch == self.current)

@@ -75,15 +75,19 @@ pub(crate) fn attach(
         let Some(tap_link) = find(&handle, tap).await? else {
             return Err(NetworkError::system(action(), io::Error::from(io::ErrorKind::NotFound)));
         };
-        let mut change = LinkUnspec::new_with_index(tap_link.header.index)
-            .address(mac.0.to_vec())
-            .controller(bridge_link.index);
+        let port = tap_link.header.index;
+        if !vlans.is_empty() {
+            // A port that is up carries frames in the bridge's default VLAN until it is told its own.
+            let down = handle.link().set(LinkUnspec::new_with_index(port).down().build());
+            down.execute().await.map_err(failed(action))?;
+        }
+        let mut change =
+            LinkUnspec::new_with_index(port).address(mac.0.to_vec()).controller(bridge_link.index);
         if let Some(mtu) = bridge_link.mtu {
             change = change.mtu(mtu);
         }
         let request = handle.link().set(change.build());
         request.execute().await.map_err(failed(action))?;
-        let port = tap_link.header.index;
         if !vlans.is_empty() {
             let action = || format!("put {tap} into its VLANs on bridge {bridge}");
             set_vlans(&handle, port, &bridge_link, vlans).await.map_err(failed(action))?;
@@ -105,7 +109,10 @@ pub(crate) fn see_to(
         let bridge = require_bridge(&handle, bridge).await?;
         // One that is gone is of a VM that ends.
         let tap = find(&handle, tap).await?;
-        let is_attached = tap.is_none_or(|tap| controller(&tap) == Some(bridge.index));
+        // One that is down was left so by an attempt that came to no end.
+        let is_attached = tap.is_none_or(|tap| {
+            controller(&tap) == Some(bridge.index) && tap.header.flags.contains(LinkFlags::Up)
+        });
         Ok((is_attached, bridge.is_up))
     })?;
     if !is_attached {

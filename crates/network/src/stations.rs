@@ -85,6 +85,14 @@ impl Stations {
         self.seen.push((station, now));
     }
 
+    /// The guest was sent a frame, with its header, through a card: whoever sent that is not behind the card any more.
+    /// An address that machines share, as routers do, is not to be announced for one that has lost it.
+    pub fn received(&mut self, card: CardIndex, packet: &[u8]) {
+        if let Some(elsewhere) = Station::of(card, packet) {
+            self.seen.retain(|(known, _)| *known != elsewhere);
+        }
+    }
+
     /// Those that are to be announced.
     pub fn get(&self, now: Time) -> Vec<Station> {
         let fresh = self.seen.iter().filter(|(_, last)| now - *last <= REMEMBERED);
@@ -129,6 +137,23 @@ mod tests {
         assert_eq!(frames[0], announcement(mac(1)));
         assert_eq!(frames[1], [&plain[..12], &[0x81, 0, 0, 7], &plain[12..]].concat());
         assert_eq!(frames.len(), 2);
+    }
+
+    /// It was announced by the take-over, and the switches sent its frames to a guest that did not want them.
+    #[test]
+    fn an_address_that_sends_from_elsewhere_is_behind_the_card_no_more() {
+        let mut stations = Stations::new(vec![OWN]);
+        stations.sent(at(1), CARD, &packet(mac(1), &[]));
+        stations.sent(at(1), CARD, &packet(mac(2), &[]));
+        stations.received(CardIndex(1), &packet(mac(1), &[]));
+        assert_eq!(stations.get(at(2)).len(), 2, "another card hears what the guest itself sends");
+        stations.received(CARD, &packet(mac(1), &[0x81, 0, 0, 7]));
+        assert_eq!(stations.get(at(2)).len(), 2, "in another VLAN it is another");
+        stations.received(CARD, &packet(mac(1), &[]));
+        let left = stations.get(at(2));
+        assert_eq!(left.iter().map(|it| it.mac).collect::<Vec<_>>(), [mac(2)]);
+        stations.sent(at(3), CARD, &packet(mac(1), &[]));
+        assert_eq!(stations.get(at(3)).len(), 2, "and it may come back");
     }
 
     #[test]

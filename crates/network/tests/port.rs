@@ -63,6 +63,21 @@ fn a_port_is_put_back_on_a_bridge_that_was_made_anew() {
     });
 }
 
+/// An attempt that came to no end leaves the port down, and nobody noticed: it was on its bridge.
+#[test]
+fn a_port_that_was_left_down_is_set_up() {
+    in_namespace(|| {
+        let port = open(true);
+        let mut qemu = FakeQemu::attach(&port);
+        ip("link set card0 down");
+        assert!(port.see_to_bridge().unwrap());
+        assert!(!port.see_to_bridge().unwrap(), "it is there");
+        let watcher = Neighbour::join(1);
+        qemu.send("again");
+        assert_eq!(watcher.receive(), "again");
+    });
+}
+
 #[test]
 fn a_release_that_is_out_of_date_waits_once_more() {
     in_namespace(|| {

@@ -79,6 +79,34 @@ fn a_card_hears_its_own_vlan_alone_and_is_announced_there() {
     });
 }
 
+/// A port that is up when it comes to a bridge is in that bridge's default VLAN at once.
+#[test]
+#[ignore = "needs a kernel whose bridges filter VLANs; `make test-kvm` plays it"]
+fn a_card_whose_bridge_is_made_anew_is_in_no_other_vlan_meanwhile() {
+    in_namespace(|| {
+        ip("link set br0 type bridge vlan_filtering 1");
+        let config = PortConfig { vlans: vlans(Some(20), ""), ..config(true) };
+        let port = Port::open(config, Arc::new(|| {})).unwrap();
+        let mut qemu = FakeQemu::attach(&port);
+        for round in 0..20 {
+            ip("link del br0");
+            ip("link add br0 type bridge mcast_snooping 0 vlan_filtering 1");
+            ip("link set br0 up");
+            let stranger = Neighbour::join(2 * round + 1);
+            std::thread::scope(|scope| {
+                let put_back = scope.spawn(|| port.see_to_bridge().unwrap());
+                while !put_back.is_finished() {
+                    qemu.send("not for the default VLAN");
+                }
+                assert!(put_back.join().unwrap());
+            });
+            let marker = Neighbour::join(2 * round + 2);
+            marker.send("the first");
+            assert_eq!(stranger.receive(), "the first");
+        }
+    });
+}
+
 #[test]
 #[ignore = "needs a kernel whose bridges filter VLANs; `make test-kvm` plays it"]
 fn a_card_on_a_trunk_is_announced_in_each_of_its_vlans() {

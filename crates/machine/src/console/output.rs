@@ -12,11 +12,11 @@ use understudy_network::{FrameBatch, Gate, OutputBuffer, Pushed};
 use understudy_protocol::Epoch;
 use understudy_threads::{Mutex, lock};
 
-const AT_ONCE: usize = 4096;
+pub(super) const AT_ONCE: usize = 4096;
 
-/// Over so much no more is read, and the guest's port waits. In lockstep the bounds of the log
-/// come first: a byte that is said is an event of several.
-const MOST_HELD_BYTES: usize = 4 << 20;
+/// Over so much, waiting for a commit or to be heard, no more is read, and the guest's port waits. In lockstep the bounds
+/// of the log come first: a byte that is said is an event of several.
+pub(super) const MOST_BYTES: usize = 4 << 20;
 
 /// Called when the first bytes of an epoch wait.
 pub type Waiting = Box<dyn Fn() + Send + Sync>;
@@ -37,7 +37,7 @@ struct Output {
 impl ConsoleOutput {
     /// Makes the output of the QEMU at the other end of `qemu`, which does not block.
     pub(crate) fn new(qemu: UnixStream, waiting: Waiting) -> io::Result<ConsoleOutput> {
-        let buffer = OutputBuffer::new(Gate::Open, MOST_HELD_BYTES);
+        let buffer = OutputBuffer::new(Gate::Open, MOST_BYTES);
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
         Ok(ConsoleOutput {
             output: Mutex::new(Output { qemu, buffer }),
@@ -62,7 +62,8 @@ impl ConsoleOutput {
         lock(&self.output).buffer.barrier(next);
     }
 
-    /// The guest stands still: all that it has said belongs to the epoch that ends.
+    /// The guest stands still: all that it has said belongs to the epoch that ends, but for what is over the bound, which
+    /// waits for a later one.
     pub fn drain_and_barrier(&self, next: Epoch) {
         let mut output = lock(&self.output);
         output.drain();
@@ -107,6 +108,12 @@ impl ConsoleOutput {
         lock(&self.output).buffer.held_bytes()
     }
 
+    /// Bytes that wait, for a commit or to be heard.
+    #[cfg(test)]
+    pub(crate) fn bytes(&self) -> usize {
+        lock(&self.output).buffer.bytes()
+    }
+
     /// Takes what QEMU has, once. Returns whether QEMU is there.
     pub(crate) fn take(&self) -> io::Result<bool> {
         let taken = lock(&self.output).take()?;
@@ -123,7 +130,7 @@ impl ConsoleOutput {
 
     /// Whether more may be taken.
     pub(crate) fn has_room(&self) -> bool {
-        lock(&self.output).buffer.held_bytes() < MOST_HELD_BYTES
+        lock(&self.output).has_room()
     }
 
     /// The next words that may be heard; to be given back to [`ConsoleOutput::heard`].
@@ -152,6 +159,10 @@ impl ConsoleOutput {
 }
 
 impl Output {
+    fn has_room(&self) -> bool {
+        self.buffer.bytes() < MOST_BYTES
+    }
+
     /// None if QEMU has ended.
     fn take(&mut self) -> io::Result<Option<Pushed>> {
         let mut words = [0; AT_ONCE];
@@ -163,10 +174,10 @@ impl Output {
         }
     }
 
-    /// All that is there. That QEMU has ended the relay finds out.
+    /// All that is there, as far as there is room. That QEMU has ended the relay finds out.
     fn drain(&mut self) {
         let mut words = [0; AT_ONCE];
-        loop {
+        while self.has_room() {
             match self.qemu.read(&mut words) {
                 Ok(count) if count > 0 => {
                     self.buffer.push_always(&words[..count]);

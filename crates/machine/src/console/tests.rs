@@ -1,6 +1,7 @@
 //! The relay and the gate, with this side as QEMU and as the client.
 
 use super::log::FILE_BYTES;
+use super::output::{AT_ONCE, MOST_BYTES};
 use super::*;
 use crate::hearing::Hearing;
 use std::fs;
@@ -146,6 +147,25 @@ fn held_words_are_heard_when_their_epoch_is_committed() {
     assert_eq!(stage.log(), b"before two too three");
     stage.says(b"!");
     await_words(&mut client, b"!");
+}
+
+/// Each checkpoint took all that QEMU had, however much waited for a client that takes nothing.
+#[test]
+fn words_that_nobody_takes_hold_the_guest_up() {
+    const EPOCHS: u64 = 200;
+    let mut stage = Stage::new();
+    stage.output().hold(Epoch(1));
+    let _client = stage.client();
+    stage.qemu.set_nonblocking(true).unwrap();
+    let mut most = 0;
+    for epoch in 1..=EPOCHS {
+        while stage.qemu.write(&[b'x'; 1 << 16]).is_ok() {}
+        stage.output().drain_and_barrier(Epoch(epoch + 1));
+        most = most.max(stage.output().bytes());
+        stage.output().release_through(Epoch(epoch));
+    }
+    assert!(most > MOST_BYTES / 2, "the client took it: {most}");
+    assert!(most <= MOST_BYTES + AT_ONCE, "{most} bytes wait");
 }
 
 #[test]

@@ -62,6 +62,7 @@ impl Frames {
             let frames = CardFrames::decode(link.receive()?)?;
             let mut state = lock(&self.0);
             for frame in frames.iter() {
+                state.stations.received(frames.card(), frame);
                 state.kept.put(clock::now(), frames.epoch(), frames.card(), frame);
                 state.frames += 1;
                 state.bytes += frame.len() as u64;
