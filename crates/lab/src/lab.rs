@@ -231,13 +231,22 @@ impl Lab {
     /// Has a host send what it sends in frames of one segment each, so that each is as long as it is
     /// on a wire. For connections that begin from here on.
     pub fn cut_segments(&self, host: &str) -> Result<()> {
-        self.host(host)?.ip(&["link", "set", UPLINK, "gso_max_segs", "1"]).map(drop)
+        for interface in (0..self.cables).map(cable_end).chain([UPLINK.to_owned()]) {
+            self.host(host)?.ip(&["link", "set", &interface, "gso_max_segs", "1"])?;
+        }
+        Ok(())
     }
 
     /// A hole for long frames on the way to a host: whatever has more bytes than these vanishes, and
     /// nobody is told. Undone with 1500.
     pub fn limit_frames(&self, host: &str, bytes: u32) -> Result<()> {
         self.host(host)?.ip(&["link", "set", UPLINK, "mtu", &bytes.to_string()]).map(drop)
+    }
+
+    /// The same on one of the cables that [`Lab::with_cables`] laid.
+    pub fn limit_frames_of_cable(&self, host: &str, cable: usize, bytes: u32) -> Result<()> {
+        let bytes = bytes.to_string();
+        self.host(host)?.ip(&["link", "set", &cable_end(cable), "mtu", &bytes]).map(drop)
     }
 
     /// Undoes [`cut_cable`](Lab::cut_cable).

@@ -96,6 +96,12 @@ impl Delivery {
         (quiet > bound || age > bound * MOST_BOUNDS).then_some(Late { age, quiet })
     }
 
+    /// When the oldest epoch was captured, if nothing has moved for half of its time: another path may carry it.
+    pub fn stuck(&self, now: Time) -> Option<Time> {
+        let oldest = *self.captured.front()?;
+        (now - oldest.max(self.moved) > self.patience() / 2).then_some(oldest)
+    }
+
     /// When the oldest epoch will be past its deadline, if nothing moves.
     pub fn deadline(&self) -> Option<Time> {
         let oldest = *self.captured.front()?;
@@ -141,6 +147,18 @@ mod tests {
         // The one behind it has a deadline of its own, which an acknowledgement does not move.
         delivery.acknowledged(1);
         assert_eq!(delivery.deadline(), Some(at(10_500)));
+    }
+
+    #[test]
+    fn an_epoch_is_stuck_at_half_of_its_time() {
+        let mut delivery = begun();
+        assert_eq!(delivery.stuck(at(5_000)), None, "nothing is on its way");
+        delivery.captured(at(9_000));
+        assert_eq!(delivery.stuck(at(9_500)), None);
+        assert_eq!(delivery.stuck(at(9_501)), Some(at(9_000)));
+        delivery.headway(at(9_501), bytes(LEAST_BYTES));
+        assert_eq!(delivery.stuck(at(9_600)), None);
+        assert_eq!(delivery.stuck(at(10_002)), Some(at(9_000)), "the same");
     }
 
     #[test]

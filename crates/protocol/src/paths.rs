@@ -23,6 +23,8 @@ pub enum PathEvent {
     Ended(PathIndex, String),
     /// The data goes over this path from now on.
     InUse(PathIndex),
+    /// What was captured then has not moved for long over the path in use.
+    Stuck(Time),
     /// Time has passed.
     Tick,
 }
@@ -34,7 +36,7 @@ pub enum PathAction {
     Up(PathIndex),
     /// The path does not work any more, for this reason.
     Down(PathIndex, String),
-    /// Move the data away from this path, which is down, to one that is up.
+    /// Move the data away from this path, which is down or carries no data, to one that is up.
     Leave(PathIndex),
     /// This path has been silent for long while another is not: end its heartbeat connection.
     /// A new one stands sooner than the system tries the old one again.
@@ -71,6 +73,8 @@ struct Path {
 pub struct Paths {
     paths: Vec<Path>,
     in_use: PathIndex,
+    /// What was stuck when a path was left for that last. Once for each: the backup itself may be what hangs.
+    left_for: Option<Time>,
     /// The shortest silence that makes a path count as down.
     floor: Duration,
 }
@@ -80,7 +84,7 @@ impl Paths {
     pub fn new(count: usize, in_use: PathIndex, floor: Duration, now: Time) -> Paths {
         let detector = Detector::new(floor, now);
         let path = Path { detector, connected: false, state: PathState::Connecting };
-        Paths { paths: vec![path; count], in_use, floor }
+        Paths { paths: vec![path; count], in_use, left_for: None, floor }
     }
 
     /// Where each path stands.
@@ -111,6 +115,7 @@ impl Paths {
             PathEvent::Heard(path) => self.heard(now, path, actions),
             PathEvent::Ended(path, reason) => self.ended(now, path, reason, actions),
             PathEvent::InUse(path) => self.in_use = path,
+            PathEvent::Stuck(since) => self.stuck(since, actions),
             PathEvent::Tick => self.tick(now, actions),
         }
         self.leave_if_down(actions);
@@ -168,6 +173,15 @@ impl Paths {
                 path.is_stale(now).then_some(PathAction::Renew(PathIndex(index as u16)))
             };
             actions.extend(self.paths.iter().enumerate().filter_map(renewed));
+        }
+    }
+
+    /// A path may carry heartbeats and nothing larger.
+    fn stuck(&mut self, since: Time, actions: &mut Vec<PathAction>) {
+        let has_other = self.candidates().iter().any(|path| *path != self.in_use);
+        if has_other && self.left_for != Some(since) {
+            self.left_for = Some(since);
+            actions.push(PathAction::Leave(self.in_use));
         }
     }
 
@@ -251,6 +265,23 @@ mod tests {
         assert_eq!(after(&mut paths, 120, PathEvent::Heard(A)), [PathAction::Up(A)]);
         assert_eq!(paths.candidates(), [A, B], "the one in use is the last resort");
         assert_eq!(paths.in_use(), B);
+    }
+
+    /// A path whose frames are cut short lived by its heartbeats, and the backup was given up with the other path up.
+    #[test]
+    fn data_that_does_not_move_tries_another_path_once() {
+        let mut paths = two();
+        assert_eq!(after(&mut paths, 600, PathEvent::Stuck(at(50))), [PathAction::Leave(A)]);
+        after(&mut paths, 610, PathEvent::InUse(B));
+        assert_eq!(
+            after(&mut paths, 1200, PathEvent::Stuck(at(50))),
+            [],
+            "the backup may be what hangs"
+        );
+        assert_eq!(after(&mut paths, 1900, PathEvent::Stuck(at(1300))), [PathAction::Leave(B)]);
+        after(&mut paths, 1901, PathEvent::InUse(A));
+        after(&mut paths, 2000, PathEvent::Ended(B, "reset".to_owned()));
+        assert_eq!(after(&mut paths, 2600, PathEvent::Stuck(at(2000))), [], "there is no other");
     }
 
     #[test]

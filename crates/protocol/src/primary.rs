@@ -188,6 +188,15 @@ impl Primary {
         matches!(self.phase, PrimaryPhase::Contesting(_) | PrimaryPhase::Frozen(_))
     }
 
+    /// Since when what was captured waits to move, if that is for long: another path may carry it.
+    pub fn stuck(&self, now: Time) -> Option<Time> {
+        match self.phase {
+            PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_) => None,
+            PrimaryPhase::Contesting(_) | PrimaryPhase::Frozen(_) => None,
+            _ => self.delivery.stuck(now).filter(|_| self.yielded.is_none()),
+        }
+    }
+
     /// Time at which [`PrimaryEvent::Tick`] is due next, if nothing else happens.
     pub fn deadline(&self) -> Option<Time> {
         match self.phase {

@@ -314,11 +314,13 @@ impl Identity {
             let keeper_of = self.keepers.then(|| vm.clone());
             Hello { keeper_of, ..self.hello(purpose(path)) }
         };
-        let (link, path) = first_that_answers(addresses, |path, address| {
-            self.say(connect(address)?, peer, address, &hello(path))
+        // A path may carry short frames only: what counts is that an answer comes.
+        let ((link, answer), path) = first_that_answers(addresses, |path, address| {
+            let link = self.say(connect(address)?, peer, address, &hello(path))?;
+            link.set_read_timeout(Some(patience))?;
+            let answer = link.receive()?;
+            Ok((link, answer))
         })?;
-        link.set_read_timeout(Some(patience))?;
-        let answer = link.receive()?;
         if answer.header.kind != Kind::BeginAnew || !self.keepers {
             return Ok((link, path, read_json(&answer, Kind::Welcome)?));
         }
@@ -378,14 +380,14 @@ impl Identity {
 }
 
 /// Dials a peer's addresses in turn, until one answers; returns which one it is.
-fn first_that_answers(
+fn first_that_answers<T>(
     addresses: &[SocketAddr],
-    dial: impl Fn(PathIndex, SocketAddr) -> anyhow::Result<Link>,
-) -> anyhow::Result<(Link, PathIndex)> {
+    dial: impl Fn(PathIndex, SocketAddr) -> anyhow::Result<T>,
+) -> anyhow::Result<(T, PathIndex)> {
     let mut first_error = None;
     for (path, address) in (0..).map(PathIndex).zip(addresses) {
         match dial(path, *address) {
-            Ok(link) => return Ok((link, path)),
+            Ok(dialled) => return Ok((dialled, path)),
             Err(error) => {
                 debug!("{error:#}");
                 first_error.get_or_insert(error);

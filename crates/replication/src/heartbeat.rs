@@ -44,7 +44,7 @@ pub trait Pulse: Send + Sync + 'static {
     fn lost(&self, reason: String);
     /// Time has passed.
     fn tick(&self);
-    /// The path that the data goes over is down, another one is up.
+    /// The path that the data goes over is down, or carries none, and another one is up.
     fn leave_path(&self);
     /// Whether the session is over and its threads may end.
     fn is_over(&self) -> bool;

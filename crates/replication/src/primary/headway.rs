@@ -1,8 +1,11 @@
 //! What has got to the backup: whether epochs move, where none is acknowledged.
 
 use super::session::Session;
+use crate::clock;
+use crate::paths::Consequence;
 use std::sync::atomic::{AtomicU64, Ordering};
-use understudy_protocol::Headway;
+use tracing::info;
+use understudy_protocol::{Headway, PathEvent};
 use understudy_session::primary::Event;
 
 /// What the backup says of its work on what it has.
@@ -47,6 +50,20 @@ impl Session {
     pub(super) fn look_at_headway(&self) {
         let headway = self.group.headway();
         self.event(Event::Headway(headway));
+    }
+}
+
+impl Session {
+    /// Has the data go on over another path, if what was captured last does not move over this one.
+    pub(super) fn look_for_better_path(&self) {
+        if !self.paths.are_several() {
+            return;
+        }
+        let Some(since) = self.group.core().stuck(clock::now()) else { return };
+        if self.paths.event(PathEvent::Stuck(since)).contains(&Consequence::Leave) {
+            info!(vm = %self.vm, "what is sent does not arrive: another path is tried");
+            self.data.abandon();
+        }
     }
 }
 

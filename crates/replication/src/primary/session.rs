@@ -431,6 +431,7 @@ impl Pulse for Session {
         if self.place == 0 {
             self.look_at_headway();
         }
+        self.look_for_better_path();
         self.event(Event::Tick);
     }
     fn is_over(&self) -> bool {

@@ -2,11 +2,12 @@
 //! the last one, and the VM stays where it is.
 
 use crate::stage::{
-    Calm, LIMIT, PACE, await_service, has_backup, options, play, play_protected, protection,
-    prove_survival,
+    Calm, HOLE_BYTES, LIMIT, PACE, await_service, has_backup, options, play, play_protected,
+    protection, prove_survival,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
+use understudy_lab::scene::VM;
 use understudy_lab::{Scene, SceneOptions, wait_for};
 
 fn two_paths() -> SceneOptions {
@@ -92,6 +93,34 @@ fn paths_come_and_go_and_the_vm_stays() {
         scene.await_kept("a")?;
         scene.lab().heal_cable("b", 0)?;
         scene.await_fenced("a")?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+/// What is longer than heartbeats vanishes on the path in use, which therefore counts as up.
+#[test]
+fn a_path_that_carries_heartbeats_alone_is_left_for_the_other() {
+    play(two_paths(), |scene| {
+        scene.lab().cut_segments("a")?;
+        scene.protected_guest("a", "b")?;
+        let client = scene.record_client(PACE)?;
+        await_both_up(scene)?;
+        await_service(&client)?;
+        let sick = usize::from(scene.status("a")?["paths"][1]["in_use"] == true);
+        scene.lab().limit_frames_of_cable("b", sick, HOLE_BYTES)?;
+        await_paths(scene, "the data goes over the sound path", |paths| {
+            paths[1 - sick]["in_use"] == true
+        })?;
+        await_service(&client)?;
+        await_progress(scene)?;
+        ensure!(scene.status("a")?["generation"] == 1, "ownership has changed");
+        // Protected anew, over the addresses in their order, it takes the sound one as well.
+        scene.host("a")?.call(["unprotect", VM])?;
+        wait_for("protection over the sound path", LIMIT, || {
+            Ok(scene.protect("a", "b").is_ok().then_some(()))
+        })?;
+        scene.await_protected("a", |_| ())?;
+        scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
     });
 }

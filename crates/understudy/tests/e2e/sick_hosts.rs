@@ -5,8 +5,8 @@ use crate::arbiter::await_fit;
 use crate::refusals::log_of;
 use crate::sick_disks::await_no_disk_error;
 use crate::stage::{
-    Calm, LIMIT, PACE, await_degraded, await_service, close, daemon, daemon_passing, fail_over,
-    hand_over, options, play, play_protected, protection, prove_disk, prove_survival,
+    Calm, HOLE_BYTES, LIMIT, PACE, await_degraded, await_service, close, daemon, daemon_passing,
+    fail_over, hand_over, options, play, play_protected, protection, prove_disk, prove_survival,
 };
 use anyhow::{Result, ensure};
 use serde_json::Value;
@@ -16,9 +16,6 @@ use std::thread;
 use tempfile::TempDir;
 use understudy_lab::scene::VM;
 use understudy_lab::{ArbiterKind, Part, Scene, SceneOptions, wait_for};
-
-/// Shorter than any frame with data, longer than any without.
-const HOLE_BYTES: u32 = 600;
 
 fn with_fail_point(host: &str, point: String) -> SceneOptions {
     let mut options = options().calm();

@@ -25,6 +25,8 @@ const LONGEST_TIMEOUT_MS: u32 = 10_000;
 const LONGEST_QEMU_TIMEOUT_MS: u32 = 15_000;
 /// The accelerator of all guests that have no reason for another one (`make test-kvm`).
 const ACCEL: &str = "UNDERSTUDY_ACCEL";
+/// Shorter than any frame with data between hosts, longer than any without.
+pub const HOLE_BYTES: u32 = 600;
 /// For anything that a living machine does by itself, on a machine several times slower
 /// than most.
 pub const LIMIT: Duration = Duration::from_secs(180);
