@@ -89,8 +89,10 @@ impl RestoreTask {
     }
 }
 
-/// From a coordinator to the host of a member.
+/// From a coordinator to the host of a member: it names a member that there is, and a restore whose
+/// name can be part of a file's.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "Said")]
 pub enum ToMember {
     /// About a snapshot.
     Take(TakeTask, About<TakeOrder>),
@@ -98,23 +100,31 @@ pub enum ToMember {
     Restore(RestoreTask, Order),
 }
 
-impl ToMember {
-    /// An order as a peer sent it, once it names a member that there is, and a restore whose name
-    /// can be part of a file's.
-    pub fn checked(self) -> Result<ToMember, &'static str> {
-        let (group, member) = match &self {
-            ToMember::Take(task, _) => (&task.group, task.member),
-            ToMember::Restore(task, _) => (&task.group, task.member),
+/// What a peer calls a [`ToMember`].
+#[derive(Deserialize)]
+enum Said {
+    Take(TakeTask, About<TakeOrder>),
+    Restore(RestoreTask, Order),
+}
+
+impl TryFrom<Said> for ToMember {
+    type Error = &'static str;
+
+    fn try_from(said: Said) -> Result<ToMember, &'static str> {
+        let (group, member) = match &said {
+            Said::Take(task, _) => (&task.group, task.member),
+            Said::Restore(task, _) => (&task.group, task.member),
         };
         if group.vms.len() != group.hosts.len() || member.index() >= group.vms.len() {
             return Err("it names a member that its group does not have");
         }
         let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
-        match &self {
-            ToMember::Restore(task, _) if task.id.len() > 64 || !task.id.bytes().all(plain) => {
+        match said {
+            Said::Restore(task, _) if task.id.len() > 64 || !task.id.bytes().all(plain) => {
                 Err("its restore has a name that is none")
             }
-            _ => Ok(self),
+            Said::Restore(task, order) => Ok(ToMember::Restore(task, order)),
+            Said::Take(task, order) => Ok(ToMember::Take(task, order)),
         }
     }
 }
@@ -271,10 +281,9 @@ mod tests {
             incarnation: Incarnation(1),
             by_recency: false,
         };
-        let mut json = serde_json::to_value(task)?;
-        change(&mut json);
-        let task = serde_json::from_value(json)?;
-        ToMember::Restore(task, Order::Load { pages: 0 }).checked().map_err(anyhow::Error::msg)
+        let mut json = serde_json::to_value(ToMember::Restore(task, Order::Load { pages: 0 }))?;
+        change(&mut json["Restore"][0]);
+        Ok(serde_json::from_value(json)?)
     }
 
     fn part(initrd: Option<Blob>) -> MemberManifest {
