@@ -3,11 +3,12 @@
 use anyhow::Context;
 use std::fs;
 use std::path::{Path, PathBuf};
-use understudy_qemu::VmDefinition;
+use understudy_qemu::command;
+use understudy_qemu::definition::ForeignDefinition;
 use understudy_snapshot::{Blob, MemberManifest, Store};
 
 /// Those of one VM, to be made in its directory.
-pub struct BootFiles<'a>(Vec<BootFile<'a>>);
+pub struct BootFiles<'a>(command::BootFiles<BootFile<'a>>);
 
 struct BootFile<'a> {
     blob: &'a Blob,
@@ -17,39 +18,53 @@ struct BootFile<'a> {
 }
 
 impl<'a> BootFiles<'a> {
-    /// The definition, which has those that the VM had, names these from here on.
+    /// Those of a member's part, whose definition says where it had them.
     pub fn of(
         member: &'a MemberManifest,
         directory: &Path,
-        definition: &mut VmDefinition,
+        definition: &ForeignDefinition,
     ) -> BootFiles<'a> {
-        let files = [
-            ("firmware", &member.firmware, &mut definition.firmware),
-            ("kernel", &member.kernel, &mut definition.kernel),
-            ("initrd", &member.initrd, &mut definition.initrd),
-        ];
-        let file = |(name, blob, place): (_, &'a Option<Blob>, &mut Option<PathBuf>)| {
+        let there = definition.boot_there();
+        let file = |name, blob: &'a Option<Blob>, there: &Option<PathBuf>| {
             let (blob, path) = (blob.as_ref()?, directory.join(name));
-            let former = place.replace(path.clone()).filter(|former| is_as_long(former, blob));
+            let former = there.clone().filter(|former| is_as_long(former, blob));
             Some(BootFile { blob, path, former })
         };
-        BootFiles(files.into_iter().filter_map(file).collect())
+        BootFiles(command::BootFiles {
+            firmware: file("firmware", &member.firmware, &there.firmware),
+            kernel: file("kernel", &member.kernel, &there.kernel),
+            initrd: file("initrd", &member.initrd, &there.initrd),
+        })
+    }
+
+    /// Where they are made.
+    pub fn places(&self) -> command::BootFiles {
+        let place = |file: &Option<BootFile<'_>>| file.as_ref().map(|file| file.path.clone());
+        command::BootFiles {
+            firmware: place(&self.0.firmware),
+            kernel: place(&self.0.kernel),
+            initrd: place(&self.0.initrd),
+        }
     }
 
     /// Makes those that the host does not have, from the store.
     pub fn fetch(&self, store: &Store) -> anyhow::Result<()> {
-        let mut lacking = self.0.iter().filter(|file| file.former.is_none());
+        let mut lacking = self.files().filter(|file| file.former.is_none());
         lacking.try_for_each(|file| file.write(store.blob(file.blob)?))
     }
 
     /// Makes the others, from the host's files; from the store if one turns out to be another.
     pub fn copy(&self, store: &Store) -> anyhow::Result<()> {
-        for file in &self.0 {
+        for file in self.files() {
             let Some(former) = &file.former else { continue };
             let same = fs::read(former).ok().filter(|content| file.blob.holds(content));
             file.write(same.map_or_else(|| store.blob(file.blob), Ok)?)?;
         }
         Ok(())
+    }
+
+    fn files(&self) -> impl Iterator<Item = &BootFile<'a>> {
+        self.0.each().into_iter().filter_map(|(_, file)| file)
     }
 }
 
@@ -82,7 +97,8 @@ mod tests {
             fs::write(&here, content).unwrap();
         }
         let former = Some(here).filter(|here| is_as_long(here, &blob));
-        let files = BootFiles(vec![BootFile { blob: &blob, path: path.clone(), former }]);
+        let kernel = Some(BootFile { blob: &blob, path: path.clone(), former });
+        let files = BootFiles(command::BootFiles { firmware: None, kernel, initrd: None });
         files.fetch(&store).unwrap();
         let fetched = path.exists();
         files.copy(&store).unwrap();

@@ -7,7 +7,9 @@ use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use understudy_protocol::Generation;
 use understudy_protocol::{GroupName, HostName, VmName};
-use understudy_qemu::{Accelerator, VmDefinition};
+use understudy_qemu::Accelerator;
+use understudy_qemu::command::BootFiles;
+use understudy_qemu::definition::ForeignDefinition;
 use understudy_snapshot::{
     About, AreaEntry, Blob, Compression, Incarnation, Member, MemberManifest, Order, Page, Report,
     SnapshotNumber, Store, StoreAddress, StoreError, TakeOrder, TakeReport,
@@ -87,8 +89,10 @@ impl RestoreTask {
     }
 }
 
-/// From a coordinator to the host of a member.
+/// From a coordinator to the host of a member: it names a member that there is, and a restore whose
+/// name can be part of a file's.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "Said")]
 pub enum ToMember {
     /// About a snapshot.
     Take(TakeTask, About<TakeOrder>),
@@ -96,23 +100,31 @@ pub enum ToMember {
     Restore(RestoreTask, Order),
 }
 
-impl ToMember {
-    /// An order as a peer sent it, once it names a member that there is, and a restore whose name
-    /// can be part of a file's.
-    pub fn checked(self) -> Result<ToMember, &'static str> {
-        let (group, member) = match &self {
-            ToMember::Take(task, _) => (&task.group, task.member),
-            ToMember::Restore(task, _) => (&task.group, task.member),
+/// What a peer calls a [`ToMember`].
+#[derive(Deserialize)]
+enum Said {
+    Take(TakeTask, About<TakeOrder>),
+    Restore(RestoreTask, Order),
+}
+
+impl TryFrom<Said> for ToMember {
+    type Error = &'static str;
+
+    fn try_from(said: Said) -> Result<ToMember, &'static str> {
+        let (group, member) = match &said {
+            Said::Take(task, _) => (&task.group, task.member),
+            Said::Restore(task, _) => (&task.group, task.member),
         };
         if group.vms.len() != group.hosts.len() || member.index() >= group.vms.len() {
             return Err("it names a member that its group does not have");
         }
         let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
-        match &self {
-            ToMember::Restore(task, _) if task.id.len() > 64 || !task.id.bytes().all(plain) => {
+        match said {
+            Said::Restore(task, _) if task.id.len() > 64 || !task.id.bytes().all(plain) => {
                 Err("its restore has a name that is none")
             }
-            _ => Ok(self),
+            Said::Restore(task, order) => Ok(ToMember::Restore(task, order)),
+            Said::Take(task, order) => Ok(ToMember::Take(task, order)),
         }
     }
 }
@@ -201,8 +213,8 @@ pub struct KeptImage {
 /// A VM as it is saved with its part of a snapshot.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SavedVm {
-    /// Its definition.
-    pub definition: VmDefinition,
+    /// Its definition, as its host had it.
+    pub definition: ForeignDefinition,
     /// What executed its instructions.
     pub accelerator: Accelerator,
 }
@@ -226,6 +238,13 @@ impl SavedVm {
             "the definition of {name} in the snapshot is that of {}",
             saved.definition.name
         );
+        let boot = BootFiles {
+            firmware: member.firmware.as_ref(),
+            kernel: member.kernel.as_ref(),
+            initrd: member.initrd.as_ref(),
+        };
+        let fits = saved.definition.check_boot(&boot);
+        fits.with_context(|| format!("the part of {name} in the snapshot is wrong"))?;
         Ok(saved)
     }
 }
@@ -262,10 +281,48 @@ mod tests {
             incarnation: Incarnation(1),
             by_recency: false,
         };
-        let mut json = serde_json::to_value(task)?;
-        change(&mut json);
-        let task = serde_json::from_value(json)?;
-        ToMember::Restore(task, Order::Load { pages: 0 }).checked().map_err(anyhow::Error::msg)
+        let mut json = serde_json::to_value(ToMember::Restore(task, Order::Load { pages: 0 }))?;
+        change(&mut json["Restore"][0]);
+        Ok(serde_json::from_value(json)?)
+    }
+
+    fn part(initrd: Option<Blob>) -> MemberManifest {
+        let definition = serde_json::json!({
+            "name": "db", "memory": "64M", "vcpus": 1,
+            "kernel": "/boot/vmlinuz", "initrd": "/etc/shadow",
+        });
+        let blob = Blob::default;
+        MemberManifest {
+            name: understudy_protocol::literal("db"),
+            machine: understudy_snapshot::Machine {
+                qemu: "10.0.2".to_owned(),
+                machine_type: "pc-i440fx-10.0".to_owned(),
+                vcpus: 1,
+                memory: 64 << 20,
+            },
+            definition: serde_json::json!({ "definition": definition, "accelerator": "tcg" }),
+            firmware: None,
+            kernel: Some(blob()),
+            initrd,
+            areas: vec![],
+            device_state: blob(),
+            in_flight: blob(),
+            working_set: blob(),
+            recent: None,
+            clock: None,
+            sampled: None,
+            pause_us: 0,
+            base: None,
+        }
+    }
+
+    /// The host's own file of that name was read, as root.
+    #[test]
+    fn a_part_of_a_snapshot_names_no_file_that_it_does_not_have() {
+        let saved = SavedVm::of(&part(Some(Blob::default()))).unwrap();
+        assert!(!saved.definition.initrd.as_ref().unwrap().exists(), "it is not this host's");
+        let error = format!("{:#}", SavedVm::of(&part(None)).unwrap_err());
+        assert!(error.contains("\"initrd\", and no file comes"), "{error}");
     }
 
     /// It was believed: the first three became paths, the last one ended the daemon.

@@ -92,7 +92,8 @@ pub fn put_part(
     content: Content,
 ) -> anyhow::Result<Part> {
     let definition = machine.definition_now();
-    let saved = SavedVm { definition: (*definition).clone(), accelerator: machine.accelerator() };
+    let saved =
+        SavedVm { definition: (*definition).clone().into(), accelerator: machine.accelerator() };
     let manifest = MemberManifest {
         name: task.vm().to_owned(),
         machine: understudy_snapshot::Machine {

@@ -9,7 +9,9 @@ use std::sync::Arc;
 use understudy_link::link::Link;
 use understudy_protocol::wire::Kind;
 use understudy_qemu::CpuNeeds;
-use understudy_replication::handshake::{FileOffer, Hello, MOST_PATHS, Offer, Welcome};
+use understudy_qemu::command::BootFiles;
+use understudy_qemu::definition::ForeignDefinition;
+use understudy_replication::handshake::{FileOffer, FileRole, Hello, MOST_PATHS, Offer, Welcome};
 use understudy_replication::resync::{self, Groundwork};
 use understudy_report::Mode;
 use understudy_report::error::{ErrorKind, HostError};
@@ -122,7 +124,7 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
     if offer.disk_bytes.len() != definition.disks.len() {
         return refuse("the offer does not name every disk's size".to_owned());
     }
-    if let Some(problem) = wrong_files(&offer.files, definition.disks.len()) {
+    if let Err(problem) = check_files(&offer.files, definition) {
         return refuse(problem);
     }
     if let Some(problem) = definition.validate().first() {
@@ -143,29 +145,67 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
     host.check_memory(definition.memory.bytes())
 }
 
-/// What is wrong with the files that are to follow: they are written before anything is known of
+/// Refuses files that do not fit the definition. They are written before anything else is known of
 /// them, and must not fill the disk.
-fn wrong_files(files: &[FileOffer], disks: usize) -> Option<String> {
-    let most = disks + 3;
+fn check_files(files: &[FileOffer], definition: &ForeignDefinition) -> Result<(), String> {
+    let most = definition.disks.len() + 3;
     if files.len() > most {
-        return Some(format!("{} files were offered; {most} are possible", files.len()));
+        return Err(format!("{} files were offered; {most} are possible", files.len()));
     }
-    let large = files.iter().find(|file| file.bytes > MOST_FILE_BYTES)?;
-    Some(format!("a file of {} bytes was offered; {MOST_FILE_BYTES} are possible", large.bytes))
+    if let Some(large) = files.iter().find(|file| file.bytes > MOST_FILE_BYTES) {
+        let bytes = large.bytes;
+        return Err(format!("a file of {bytes} bytes was offered; {MOST_FILE_BYTES} are possible"));
+    }
+    let of = |role| files.iter().find(|file| file.role == role);
+    let again = |(at, file): (usize, &FileOffer)| files[..at].iter().any(|it| it.role == file.role);
+    if files.iter().enumerate().any(again) {
+        return Err("a file was offered twice".to_owned());
+    }
+    let boot = BootFiles {
+        firmware: of(FileRole::Firmware),
+        kernel: of(FileRole::Kernel),
+        initrd: of(FileRole::Initrd),
+    };
+    definition.check_boot(&boot).map_err(|error| error.to_string())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use understudy_replication::handshake::FileRole;
+    use serde_json::json;
+    use understudy_protocol::DiskIndex;
+
+    fn check(files: &[(FileRole, u64)], kernel: bool) -> Result<(), String> {
+        let disk = json!({ "path": "/srv/db.img", "format": "raw" });
+        let mut definition = json!({ "name": "db", "memory": "64M", "vcpus": 1, "disk": [disk] });
+        if kernel {
+            definition["kernel"] = json!("/etc/shadow");
+        }
+        let file = |&(role, bytes)| FileOffer { role, bytes };
+        let files: Vec<FileOffer> = files.iter().map(file).collect();
+        check_files(&files, &serde_json::from_value(definition).unwrap())
+    }
+
+    const HEAD: FileRole = FileRole::DiskHead(DiskIndex(0));
 
     /// A primary could announce a kernel that fills the backup's disk.
     #[test]
     fn files_that_would_fill_the_disk_are_refused() {
-        let file = |bytes| FileOffer { role: FileRole::Kernel, bytes };
-        assert_eq!(wrong_files(&[file(8 << 20), file(64 << 20)], 1), None);
-        assert!(wrong_files(&[file(1 << 40)], 1).unwrap().contains("1099511627776 bytes"));
-        let many: Vec<FileOffer> = (0..5).map(|_| file(1)).collect();
-        assert!(wrong_files(&many, 1).unwrap().contains("5 files"));
+        assert_eq!(check(&[(FileRole::Kernel, 8 << 20), (HEAD, 64 << 10)], true), Ok(()));
+        assert!(check(&[(HEAD, 1 << 40)], false).unwrap_err().contains("1099511627776 bytes"));
+        assert!(check(&[(HEAD, 1); 5], false).unwrap_err().contains("5 files"));
+        assert!(check(&[(HEAD, 1); 2], false).unwrap_err().contains("twice"));
+    }
+
+    /// The backup opened what a primary named and did not send: its own file of that name.
+    #[test]
+    fn files_are_those_of_the_definition() {
+        assert_eq!(check(&[], false), Ok(()));
+        assert!(check(&[], true).unwrap_err().contains("no file comes for it"));
+        assert!(
+            check(&[(FileRole::Kernel, 1)], false)
+                .unwrap_err()
+                .contains("which the definition does not have")
+        );
     }
 }

@@ -1,5 +1,6 @@
 //! One guest disk: its image on this host, and where its writes are mirrored to.
 
+mod medium;
 mod ordered;
 mod settings;
 mod snapshot;
@@ -10,7 +11,6 @@ use crate::capture::Frozen;
 use crate::changes::ChangeMap;
 use crate::error::DiskError;
 use crate::flusher::{Done, Flusher};
-use crate::format::SECTOR_BYTES;
 use crate::image::{Image, Space};
 use crate::lent::Loan;
 use crate::mark::incomplete_mark;
@@ -111,17 +111,6 @@ impl Disk {
             return Err(DiskError::ExportTooSmall { path: path.into(), image_bytes, export_bytes });
         }
         Self::of_image(index, path, image, export_bytes)
-    }
-
-    /// Opens the medium of a CD-ROM drive, which nobody writes; other VMs may have it, too.
-    pub fn open_medium(index: DiskIndex, path: impl AsRef<Path>) -> Result<Disk, DiskError> {
-        let path = path.as_ref();
-        if incomplete_mark(path).exists() {
-            return Err(DiskError::Incomplete { path: path.into() });
-        }
-        let image = Image::open_shared(path)?;
-        let bytes = image.len().map_err(DiskError::io("examine", path))?;
-        Self::of_image(index, path, image, bytes.next_multiple_of(SECTOR_BYTES))
     }
 
     /// A disk on a new, empty image.

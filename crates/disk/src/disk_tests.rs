@@ -1,6 +1,6 @@
 use super::*;
 use std::fs;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
 /// Remembers what it was told.
 #[derive(Default)]
@@ -216,6 +216,25 @@ fn the_guest_of_a_read_only_disk_is_refused_but_not_the_daemon() {
     disk.set_read_only(false);
     disk.ordered_for_guest().unwrap().write(0, b"guest").unwrap();
     assert_eq!(read(&disk, 0, 5), b"guest");
+}
+
+/// A peer names it: it got whatever root can read, and a FIFO was waited for.
+#[test]
+fn another_host_names_only_what_everybody_may_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = image(&dir, b"medium");
+    let open = |path: &Path| Disk::open_public_medium(DiskIndex(0), path);
+    let readable_by = |mode| fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+    readable_by(0o644);
+    assert_eq!(read(&open(&path).unwrap(), 0, 6), b"medium");
+    readable_by(0o640);
+    assert!(matches!(open(&path), Err(DiskError::NotPublic { .. })));
+    Disk::open_medium(DiskIndex(0), &path).unwrap();
+    let fifo = dir.path().join("fifo");
+    nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::from_bits_truncate(0o644)).unwrap();
+    for nothing in [&fifo, Path::new("/dev/zero"), dir.path()] {
+        assert!(matches!(open(nothing), Err(DiskError::NotPublic { .. })), "{nothing:?}");
+    }
 }
 
 #[test]

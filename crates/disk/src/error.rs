@@ -2,7 +2,7 @@
 
 use crate::format::ImageFormat;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Why a disk, a mirror or its NBD server could not be set up.
 #[derive(Debug, thiserror::Error)]
@@ -17,6 +17,15 @@ pub enum DiskError {
     /// Something other than a regular file or a block device.
     #[error("{path} is neither a file nor a block device; a disk image must be one of them")]
     NotAnImage {
+        /// The path given.
+        path: PathBuf,
+    },
+    /// A medium that another host names, and that not everybody may read.
+    #[error(
+        "{path} is not a file that everybody on its host may read, and no other is opened because \
+         another host names it: make it one (`chmod o+r`)"
+    )]
+    NotPublic {
         /// The path given.
         path: PathBuf,
     },
@@ -154,5 +163,16 @@ impl DiskError {
     ) -> impl FnOnce(io::Error) -> DiskError {
         let path = path.into();
         move |source| DiskError::Io { action, path, source }
+    }
+
+    /// The same of an image that cannot be opened.
+    pub(crate) fn cannot_open(path: &Path) -> impl FnOnce(io::Error) -> DiskError {
+        let path = path.to_owned();
+        move |source| match source.kind() {
+            io::ErrorKind::ResourceBusy => DiskError::DeviceBusy { path },
+            io::ErrorKind::NotFound => DiskError::Missing { path },
+            io::ErrorKind::IsADirectory => DiskError::NotAnImage { path },
+            _ => DiskError::Io { action: "open", path, source },
+        }
     }
 }

@@ -10,12 +10,15 @@ use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, FcntlArg, fallocate, fcntl};
 use nix::libc;
 use nix::unistd::{Whence, lseek};
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::time::Duration;
+
+/// Permission of everybody to read.
+const OTHERS_READ: u32 = 0o004;
 
 static ZEROES: [u8; 64 * 1024] = [0; 64 * 1024];
 
@@ -58,6 +61,18 @@ impl Image {
         Self::open_locked(path, OpenOptions::new().read(true), lock_against_writers)
     }
 
+    /// The same of a file that everybody may read. Nothing else is opened: that alone starts a
+    /// watchdog, and waits for whoever writes to a FIFO.
+    pub(crate) fn open_public(path: &Path) -> Result<Image, DiskError> {
+        check_public(path, &std::fs::metadata(path).map_err(DiskError::cannot_open(path))?)?;
+        let mut options = OpenOptions::new();
+        // It may be another one by now.
+        options.read(true).custom_flags(libc::O_NONBLOCK);
+        let image = Self::open_locked(path, &options, lock_against_writers)?;
+        check_public(path, &image.file.metadata().map_err(DiskError::io("examine", path))?)?;
+        Ok(image)
+    }
+
     fn open_with(path: &Path, options: &OpenOptions) -> Result<Image, DiskError> {
         let mut options = options.clone();
         if std::fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device()) {
@@ -72,12 +87,7 @@ impl Image {
         options: &OpenOptions,
         lock: fn(&File) -> Result<(), Errno>,
     ) -> Result<Image, DiskError> {
-        let file = options.open(path).map_err(|source| match source.kind() {
-            io::ErrorKind::ResourceBusy => DiskError::DeviceBusy { path: path.into() },
-            io::ErrorKind::NotFound => DiskError::Missing { path: path.into() },
-            io::ErrorKind::IsADirectory => DiskError::NotAnImage { path: path.into() },
-            _ => DiskError::Io { action: "open", path: path.into(), source },
-        })?;
+        let file = options.open(path).map_err(DiskError::cannot_open(path))?;
         let kind = file.metadata().map_err(DiskError::io("examine", path))?.file_type();
         if !kind.is_file() && !kind.is_block_device() {
             return Err(DiskError::NotAnImage { path: path.into() });
@@ -258,6 +268,14 @@ impl Image {
             fail_in_a_test("sync-disk")?;
             file.sync_data()
         })
+    }
+}
+
+/// Refuses what is no file that everybody may read.
+fn check_public(path: &Path, found: &Metadata) -> Result<(), DiskError> {
+    match found.is_file() && found.mode() & OTHERS_READ != 0 {
+        true => Ok(()),
+        false => Err(DiskError::NotPublic { path: path.into() }),
     }
 }
 

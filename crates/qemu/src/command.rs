@@ -78,15 +78,23 @@ pub struct Lockstep {
     pub clock: ClockBase,
 }
 
-/// The files that a guest begins with.
-#[derive(Clone, Debug, Default)]
-pub struct BootFiles {
+/// The files that a guest begins with: where they are, or what else is known of each.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct BootFiles<T = PathBuf> {
     /// The code of its firmware.
-    pub firmware: Option<PathBuf>,
+    pub firmware: Option<T>,
     /// The kernel.
-    pub kernel: Option<PathBuf>,
+    pub kernel: Option<T>,
     /// The initial RAM disk.
-    pub initrd: Option<PathBuf>,
+    pub initrd: Option<T>,
+}
+
+impl<T> BootFiles<T> {
+    /// Each of them, with its name in a definition.
+    pub fn each(&self) -> [(&'static str, Option<&T>); 3] {
+        let BootFiles { firmware, kernel, initrd } = self;
+        [("firmware", firmware.as_ref()), ("kernel", kernel.as_ref()), ("initrd", initrd.as_ref())]
+    }
 }
 
 /// Where the guest's first serial port goes.

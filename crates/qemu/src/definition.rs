@@ -1,11 +1,13 @@
 //! VM definitions: what a user writes about a VM, in TOML.
 
 mod extra_args;
+mod foreign;
 mod memory_size;
 mod parse;
 mod pci_place;
 mod validate;
 
+pub use foreign::{BootFilesDiffer, ForeignDefinition};
 pub use memory_size::{MemorySize, MemorySizeError};
 pub use parse::{DefinitionError, LocatedProblem};
 pub use pci_place::{PciPlace, PciPlaceError};
@@ -17,7 +19,7 @@ use std::path::PathBuf;
 use understudy_network::{MacAddress, VlanSet, Vlans};
 use understudy_protocol::{Policy, VmName};
 
-/// A VM as its user defines it. It also travels to the peer, as JSON.
+/// A VM as its user defines it. It also travels to the peer, as JSON, where it is a [`ForeignDefinition`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct VmDefinition {

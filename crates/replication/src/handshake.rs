@@ -17,9 +17,9 @@ use understudy_protocol::wire::{
 };
 use understudy_protocol::{Count, DiskIndex, Generation, PathIndex};
 use understudy_protocol::{GroupName, HostName, VmName};
-use understudy_qemu::definition::CardDefinition;
+use understudy_qemu::definition::{CardDefinition, ForeignDefinition};
 use understudy_qemu::tsc::TscRate;
-use understudy_qemu::{Accelerator, ClockBase, CpuNeeds, Release, VmDefinition};
+use understudy_qemu::{Accelerator, ClockBase, CpuNeeds, Release};
 use understudy_report::{DiskReads, Mode, ProtectRequest};
 
 /// How long a connection to a peer may take.
@@ -149,8 +149,8 @@ impl Purpose {
 pub struct Offer {
     /// Names the session; unique.
     pub session: String,
-    /// The VM.
-    pub definition: VmDefinition,
+    /// The VM, as the primary has it.
+    pub definition: ForeignDefinition,
     /// The versioned machine type that the primary runs.
     pub machine_type: String,
     /// The accelerator that the primary runs.

@@ -2,6 +2,7 @@
 
 use super::*;
 use serde_json::{Value, json};
+use understudy_qemu::VmDefinition;
 
 fn hello(purpose: Value) -> Value {
     json!({"wire_version": 17, "product_version": "0.1.0", "host": "a", "purpose": purpose})
@@ -49,7 +50,7 @@ fn what_is_new_is_not_said_in_the_version_before() {
     assert_eq!(Purpose::Clock.first_version(), 18);
     let mut offer = offer();
     assert_eq!(Purpose::Protect(Box::new(offer.clone())).first_version(), 17);
-    offer.definition.autostart = true;
+    offer.definition = VmDefinition { autostart: true, ..offer.definition.into() }.into();
     assert_eq!(Purpose::Protect(Box::new(offer)).first_version(), 18);
 }
 

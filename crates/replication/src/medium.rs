@@ -1,7 +1,8 @@
 //! Media of CD-ROM drives, which are changed while a VM runs.
 //!
 //! A medium is a file that both hosts have at the same place. The backup looks at its own before
-//! anything happens: it must be the same, to the last byte. Then the primary's QEMU gets the
+//! anything happens: it must be the same, to the last byte, and one that everybody may read, since
+//! it is the other host that names it. Then the primary's QEMU gets the
 //! medium within one epoch, and that epoch tells the backup, whose QEMU gets it when the epoch is
 //! applied: so whatever epoch a take-over goes on from, the drive has what its guest saw.
 
@@ -10,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use understudy_disk::{Disk, ImageFormat, check_format};
+use understudy_disk::{Disk, DiskError, ImageFormat, check_format};
 use understudy_machine::Machine;
 use understudy_protocol::DiskIndex;
 use understudy_qemu::definition::DiskDefinition;
@@ -55,11 +56,35 @@ impl Medium {
         Ok(())
     }
 
-    /// Opens it on this host, for a drive of this machine. `directory` is the VM's own.
+    /// Opens it on this host, whose operator names it, for a drive of this machine. `directory` is
+    /// the VM's own.
     pub fn open(
         &self,
         machine: &Machine,
         directory: &Path,
+    ) -> anyhow::Result<understudy_machine::Medium> {
+        self.open_with(machine, directory, |path| Disk::open_medium(self.drive, path))
+    }
+
+    /// The same where another host names it: a file that everybody may read.
+    pub fn open_for_peer(
+        &self,
+        machine: &Machine,
+        directory: &Path,
+    ) -> anyhow::Result<understudy_machine::Medium> {
+        let open = |path: &Path| match self.file {
+            Some(_) => Disk::open_public_medium(self.drive, path),
+            // The placeholder is this host's own.
+            None => Disk::open_medium(self.drive, path),
+        };
+        self.open_with(machine, directory, open)
+    }
+
+    fn open_with(
+        &self,
+        machine: &Machine,
+        directory: &Path,
+        open: impl FnOnce(&Path) -> Result<Disk, DiskError>,
     ) -> anyhow::Result<understudy_machine::Medium> {
         let index = usize::from(self.drive.0);
         let now = machine.definition_now();
@@ -68,7 +93,7 @@ impl Medium {
             Some(file) => (file.path.clone(), Some(file.hash.clone())),
             None => (placeholder(directory, index)?, Some("none".to_owned())),
         };
-        let disk = Arc::new(Disk::open_medium(self.drive, &path)?);
+        let disk = Arc::new(open(&path)?);
         let ejected = self.file.is_none();
         let defined = DiskDefinition { path, ejected, medium_hash, ..defined };
         Ok(understudy_machine::Medium { disk, defined })

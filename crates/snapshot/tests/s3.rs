@@ -13,12 +13,14 @@ use understudy_protocol::BlockId;
 use understudy_protocol::literal;
 use understudy_snapshot::{
     Area, AreaEntry, AreaMap, Blob, Compression, Incarnation, Lane, Machine, Manifest, MemberEntry,
-    MemberManifest, Packer, SnapshotNumber, Store, StoreError, Swept, UNIT_BYTES, WorkingSet,
+    MemberManifest, Packer, SnapshotNumber, Store, StoreError, StoreKey, Swept, UNIT_BYTES,
+    WorkingSet,
 };
 
 const UNITS: u64 = 300;
 const NOW: u64 = 1_790_000_000;
 const STORE: &str = "s3://snapshots/below/this";
+const SEALED: &str = "s3://snapshots/below/that";
 /// Says to the process with the test proper that it is one.
 const PORT: &str = "UNDERSTUDY_TEST_S3_PORT";
 
@@ -92,15 +94,48 @@ fn snapshots_live_in_s3_as_in_a_directory() {
 }
 
 fn proper() {
-    let opened = Store::open(STORE);
+    a_store_is_as_a_directory(&Place { location: STORE, key: None });
+    let keys = tempfile::tempdir().unwrap();
+    let key = |name: &str| {
+        let file = keys.path().join(name);
+        StoreKey::make(&file).unwrap();
+        StoreKey::read(&file).unwrap()
+    };
+    let (key, other) = (key("one"), key("other"));
+    a_store_is_as_a_directory(&Place { location: SEALED, key: Some(&key) });
+    let opened = |key| Store::open_with(SEALED, key);
+    assert!(matches!(opened(None), Err(StoreError::Encrypted(_))));
+    assert!(matches!(opened(Some(&other)), Err(StoreError::WrongKey(_))));
+    let nowhere = Store::open("s3://another-bucket/x").unwrap_err().to_string();
+    assert!(nowhere.contains("another-bucket"), "{nowhere}");
+}
+
+/// Where a store is, and what it is encrypted with.
+struct Place<'a> {
+    location: &'a str,
+    key: Option<&'a StoreKey>,
+}
+
+impl Place<'_> {
+    fn open(&self) -> Result<Store, StoreError> {
+        Store::open_with(self.location, self.key)
+    }
+
+    fn create(&self) -> Store {
+        Store::create_with(self.location, self.key).unwrap()
+    }
+}
+
+fn a_store_is_as_a_directory(place: &Place<'_>) {
+    let opened = place.open();
     assert!(matches!(opened, Err(StoreError::Unknown(_))), "{opened:?}");
-    let store = Store::create(STORE).unwrap();
-    Store::create(STORE).unwrap();
+    let store = place.create();
+    place.create();
     let (first, map) = take(&store, &AreaMap::zeros(UNITS), 0..UNITS, 1);
     let (second, changed) = take(&store, &map, 0..130, 2);
     assert_eq!((first.number, second.number), (SnapshotNumber(1), SnapshotNumber(2)));
 
-    let store = Store::open(STORE).unwrap();
+    let store = place.open().unwrap();
     assert_eq!(store.groups().unwrap(), ["shop"]);
     for (manifest, version) in [(&first, 1), (&second, 2)] {
         let found = store.snapshot(&literal("shop"), Some(manifest.number)).unwrap();
@@ -131,9 +166,8 @@ fn proper() {
     store.check_whole(&second).unwrap();
     let gone = map.chunks().iter().find(|id| !changed.chunks().contains(id)).unwrap();
     let missing = store.chunk(*gone);
-    assert!(matches!(missing, Err(StoreError::MissingChunk(id)) if id == *gone), "{missing:?}");
-    let nowhere = Store::open("s3://another-bucket/x").unwrap_err().to_string();
-    assert!(nowhere.contains("another-bucket"), "{nowhere}");
+    let Err(StoreError::MissingChunk(name)) = missing else { panic!("{missing:?}") };
+    assert_eq!(name == *gone, place.key.is_none(), "it is named as it is in the store");
 }
 
 fn content(unit: u64, version: u64) -> Vec<u8> {

@@ -174,3 +174,61 @@ fn is_exhaustion(error: &io::Error) -> bool {
     let errno = error.raw_os_error().map(Errno::from_raw);
     errno.is_some_and(|errno| [EMFILE, ENFILE, ENOBUFS, ENOMEM].contains(&errno))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    use std::fs::File;
+    use std::io::Read;
+    use std::process::Command;
+
+    /// Says that the test is in a process of its own, whose limits are its own.
+    const ALONE: &str = "UNDERSTUDY_TEST_ALONE";
+
+    /// A connection that cannot be accepted is there again at once: trying without a pause takes a processor.
+    #[test]
+    fn while_no_descriptor_is_left_each_try_comes_later_than_the_last() {
+        if std::env::var_os(ALONE).is_some() {
+            return alone();
+        }
+        let name = "gate::tests::while_no_descriptor_is_left_each_try_comes_later_than_the_last";
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        let output = child.args(["--exact", name]).env(ALONE, "1").output().unwrap();
+        let words = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && words.contains("1 passed"), "{words}");
+    }
+
+    fn alone() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let lobby = Arc::new(Lobby::default());
+        let mut stranger = TcpStream::connect(address).unwrap();
+        let place = lobby.admit(&listener.accept().unwrap().0, address.ip(), false).unwrap();
+        let _waits = TcpStream::connect(address).unwrap();
+        let mut back_off = BackOff::default();
+        back_off.rest_if_exhausted(&lobby, &io::ErrorKind::WouldBlock.into());
+        assert_eq!(back_off.pause, BACK_OFF[0], "nobody was there");
+
+        let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+        setrlimit(Resource::RLIMIT_NOFILE, 64, hard).unwrap();
+        let (mut all, mut pauses) = (Vec::new(), Vec::new());
+        while back_off.pause < BACK_OFF[1] {
+            // The stranger's, too, once it is gone.
+            all.extend(std::iter::from_fn(|| File::open("/dev/null").ok()));
+            let error = listener.accept().unwrap_err();
+            assert_eq!(error.raw_os_error(), Some(Errno::EMFILE as i32));
+            pauses.push(back_off.pause);
+            back_off.rest_if_exhausted(&lobby, &error);
+        }
+        assert!(
+            pauses.len() > 3 && pauses.is_sorted_by(|one, next| next == &(*one * 2)),
+            "{pauses:?}"
+        );
+        assert_eq!(stranger.read(&mut [0]).unwrap(), 0, "a stranger keeps its descriptor");
+        drop((all, place));
+        listener.accept().expect("it is still there");
+        back_off.end();
+        assert_eq!(back_off.pause, BACK_OFF[0]);
+    }
+}

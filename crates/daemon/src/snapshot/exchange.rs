@@ -3,9 +3,10 @@
 
 use crate::containment::spawn_for_request;
 use crate::host::Host;
-use anyhow::anyhow;
+use anyhow::Context;
 use crossbeam_channel::{Receiver, Sender};
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use tracing::{debug, warn};
 use understudy_cluster::messages::{Reply, ToCoordinator, ToMember};
 use understudy_link::link::{Link, read_json};
 use understudy_protocol::HostName;
-use understudy_protocol::wire::Kind;
+use understudy_protocol::wire::{Kind, Message};
 use understudy_replication::handshake::Purpose;
 use understudy_threads::spawn;
 
@@ -96,7 +97,7 @@ fn talk(link: &Link, first: ToMember, queue: &Receiver<ToMember>, reply: &Reply)
         link.set_write_timeout(Some(WRITE_TIMEOUT))?;
         let (link, reply) = (link.clone(), reply.clone());
         spawn("exchange-in", move || {
-            while let Ok(heard) = receive::<ToCoordinator>(&link) {
+            while let Ok(heard) = link.receive().and_then(|message| read(&message)) {
                 reply(heard);
             }
             link.close();
@@ -115,11 +116,10 @@ fn send(link: &Link, body: &impl Serialize, take: bool) -> anyhow::Result<()> {
     link.send_json(if take { Kind::Snapshot } else { Kind::Restore }, body)
 }
 
-fn receive<T: serde::de::DeserializeOwned>(link: &Link) -> anyhow::Result<T> {
-    let message = link.receive()?;
+fn read<T: DeserializeOwned>(message: &Message) -> anyhow::Result<T> {
     match message.header.kind {
-        kind @ (Kind::Snapshot | Kind::Restore) => read_json(&message, kind),
-        _ => read_json(&message, Kind::Snapshot),
+        kind @ (Kind::Snapshot | Kind::Restore) => read_json(message, kind),
+        _ => read_json(message, Kind::Snapshot),
     }
 }
 
@@ -133,8 +133,8 @@ pub(crate) fn serve(host: &Arc<Host>, link: &Link) -> anyhow::Result<()> {
         let _ = send(&answers, &heard, matches!(heard, ToCoordinator::Take(..)));
     });
     // Ends with the connection.
-    while let Ok(message) = receive::<ToMember>(link) {
-        let message = message.checked().map_err(|why| anyhow!("an order that cannot be: {why}"))?;
+    while let Ok(message) = link.receive() {
+        let message: ToMember = read(&message).context("an order that cannot be")?;
         match host.may_be_told(message.store()) {
             Ok(()) => obey(host, message, &reply),
             Err(error) => reply(message.failed(error.to_string())),

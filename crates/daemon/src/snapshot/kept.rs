@@ -235,10 +235,8 @@ impl Host {
 /// In a keeper: until its daemon has ended, or says what cannot be.
 fn obey(host: &Weak<Host>, daemon: UnixStream, reply: &Reply) {
     for line in BufReader::new(daemon).lines() {
-        let order = line.map_err(anyhow::Error::from).and_then(|line| {
-            let message: ToMember = serde_json::from_str(&line)?;
-            message.checked().map_err(anyhow::Error::msg)
-        });
+        let order = line.map_err(anyhow::Error::from);
+        let order = order.and_then(|line| Ok(serde_json::from_str::<ToMember>(&line)?));
         let Some(host) = host.upgrade() else { return };
         match order {
             Ok(ToMember::Restore(task, order)) => host.restore_order(task, order, reply),

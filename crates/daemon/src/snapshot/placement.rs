@@ -57,7 +57,7 @@ impl Host {
             .map_err(|unfit| HostError::new(ErrorKind::Invalid, format!("host {here}: {unfit}")))?;
         for member in &members {
             let saved = SavedVm::of(member)
-                .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
+                .map_err(|error| HostError::new(ErrorKind::Invalid, format!("{error:#}")))?;
             self.check_unused(&saved.definition)?;
             self.check_bridges(&saved.definition.cards)?;
         }

@@ -87,19 +87,21 @@ pub fn prepare(
     let owner = spawn("ask-owner", move || await_owner(&asker, &vm))?;
     let directory = host.vm_directory(task.vm())?;
     let mut images = Images(Vec::new());
-    let mut definition = saved.definition;
+    let foreign = saved.definition;
     let source = Source::new(store.clone(), host.snapshots.way.clone());
     let mut maps = memory_maps(&store, &member)?;
     let main = maps.remove(&MAIN_MEMORY).context("the main memory is not in the snapshot")?;
     let queue = task.queue(&store, &member)?;
     // What QEMU's start waits for comes first from the store.
-    let boot = BootFiles::of(&member, &directory, &mut definition);
+    let boot = BootFiles::of(&member, &directory, &foreign);
     boot.fetch(&store)?;
-    let ram = Arc::new(GuestRam::create(definition.memory.bytes())?);
+    let ram = Arc::new(GuestRam::create(foreign.memory.bytes())?);
     let early = Early::begin(source.clone(), ram.clone(), main, &queue, pages, stop.clone())?;
     boot.copy(&store)?;
-    let disks = make_disks(&source, &member, task, &directory, &mut definition, &mut images)?;
+    let disks = make_disks(&source, &member, task, &directory, &foreign, &mut images)?;
     let disks = Arc::new(disks);
+    let places = disks.iter().map(|filler| filler.disk().path()).collect();
+    let definition = foreign.here(boot.places(), places)?;
     let machine = host.launch(Plan {
         machine_type: member.machine.machine_type.clone(),
         accelerator: saved.accelerator,
@@ -241,18 +243,17 @@ fn make_disks(
     member: &MemberManifest,
     task: &RestoreTask,
     directory: &Path,
-    definition: &mut VmDefinition,
+    definition: &VmDefinition,
     images: &mut Images,
 ) -> anyhow::Result<Vec<DiskFiller>> {
     let mut fillers = Vec::new();
-    for (at, disk) in definition.disks.iter_mut().enumerate() {
+    for at in 0..definition.disks.len() {
         let area = disk_area(member, at)?;
         let name = format!("{PREFIX}{}-{}-disk{at}.img", task.number, task.id);
         let path = directory.join(name);
         images.0.extend([path.clone(), incomplete_mark(&path)]);
         let (map, index) = (source.store.area(area)?, DiskIndex(at as u16));
         fillers.push(DiskFiller::create(source.clone(), map, index, area.bytes, &path)?);
-        disk.path = path;
     }
     Ok(fillers)
 }

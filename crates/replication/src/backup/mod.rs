@@ -53,8 +53,9 @@ use understudy_link::link::Link;
 use understudy_machine::Machine;
 use understudy_protocol::HostName;
 use understudy_protocol::wire::Kind;
-use understudy_protocol::{Count, Epoch, PathIndex};
+use understudy_protocol::{Count, DiskIndex, Epoch, PathIndex};
 use understudy_qemu::VmDefinition;
+use understudy_qemu::command::BootFiles;
 use understudy_report::events::VmEvents;
 use understudy_report::{DiskReads, Mode, ProtectRequest};
 use understudy_threads::Mutex;
@@ -71,41 +72,41 @@ pub fn receive_files(
     directory: &Path,
     mirrors: &[Mirror],
 ) -> anyhow::Result<VmDefinition> {
-    let mut definition = offer.definition.clone();
-    // Its state comes with the machine's.
-    definition.tpm_state = None;
+    let mut boot = BootFiles::default();
     for file in &offer.files {
-        match file.role {
-            FileRole::Firmware => {
-                definition.firmware = Some(receive_boot_file(link, file, directory, "firmware")?);
-            }
-            FileRole::Kernel => {
-                definition.kernel = Some(receive_boot_file(link, file, directory, "kernel")?);
-            }
-            FileRole::Initrd => {
-                definition.initrd = Some(receive_boot_file(link, file, directory, "initrd")?);
-            }
+        let (place, name) = match file.role {
+            FileRole::Firmware => (&mut boot.firmware, "firmware"),
+            FileRole::Kernel => (&mut boot.kernel, "kernel"),
+            FileRole::Initrd => (&mut boot.initrd, "initrd"),
             FileRole::DiskHead(index) => {
-                let mirror = mirrors.get(usize::from(index.0));
-                let disk = mirror.with_context(|| format!("the offer has no disk {index}"))?.disk();
-                let mut offset = 0;
-                receive_file(link, file.bytes, |piece| {
-                    disk.write(offset, piece)?;
-                    offset += piece.len() as u64;
-                    Ok(())
-                })
-                .with_context(|| format!("cannot receive the beginning of disk {index}"))?;
+                receive_disk_head(link, file, index, mirrors)?;
+                continue;
             }
-        }
+        };
+        *place = Some(receive_boot_file(link, file, directory, name)?);
     }
     let message = link.receive()?;
     if message.header.kind != Kind::Prepare {
         bail!("the primary sent {:?} where Prepare was due", message.header.kind);
     }
-    for (disk, mirror) in definition.disks.iter_mut().zip(mirrors) {
-        disk.path = mirror.target();
-    }
-    Ok(definition)
+    Ok(offer.definition.here(boot, mirrors.iter().map(Mirror::target).collect())?)
+}
+
+fn receive_disk_head(
+    link: &Link,
+    file: &FileOffer,
+    index: DiskIndex,
+    mirrors: &[Mirror],
+) -> anyhow::Result<()> {
+    let mirror = mirrors.get(usize::from(index.0));
+    let disk = mirror.with_context(|| format!("the offer has no disk {index}"))?.disk();
+    let mut offset = 0;
+    receive_file(link, file.bytes, |piece| {
+        disk.write(offset, piece)?;
+        offset += piece.len() as u64;
+        Ok(())
+    })
+    .with_context(|| format!("cannot receive the beginning of disk {index}"))
 }
 
 fn receive_boot_file(

@@ -113,6 +113,7 @@ impl Session {
             }
             Piece::LogBegins => self.expect_log(header.epoch)?,
             Piece::LogEnds(_) => self.expect_end_of_log()?,
+            Piece::Medium(medium) => self.take_medium(medium)?,
             _ => {}
         }
         self.check_may_come(header.kind, header.epoch)?;

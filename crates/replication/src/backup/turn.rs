@@ -3,9 +3,9 @@
 //! A QEMU that can do it is started beside the one that there is, on the same memory and disks,
 //! and waits. With the turn's epoch, when that is applied, it takes the former's place.
 
+use super::medium::Media;
 use super::session::Session;
 use crate::lockstep::backup::{self as lockstep, Following};
-use crate::medium::Medium;
 use crate::messages::{Piece, ToPrimary, WholeEpoch};
 use crate::turn::{Answer, Order, Wanted};
 use anyhow::{Context, bail, ensure};
@@ -14,7 +14,6 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::info;
-use understudy_disk::Disk;
 use understudy_machine::Machine;
 use understudy_machine::succession::{check_blocks, copy_small_blocks};
 use understudy_protocol::Epoch;
@@ -56,8 +55,8 @@ pub(super) struct Orders {
     count: u64,
     other: Option<Other>,
     closed: bool,
-    /// A medium that it is about to put in.
-    pub medium: Option<(Medium, Arc<Disk>)>,
+    /// Media that it puts into drives.
+    pub media: Media<understudy_machine::Medium>,
 }
 
 /// A test makes the other QEMU one that does not start.

@@ -36,7 +36,7 @@ pub fn offer(
     let arbiter = plan.arbiter.identify().context("this host's arbiter")?;
     let offer = Offer {
         session: plan.session.clone(),
-        definition: (*definition).clone(),
+        definition: (*definition).clone().into(),
         machine_type: machine.machine_type().to_owned(),
         accelerator: machine.accelerator(),
         tsc: machine.tsc(),

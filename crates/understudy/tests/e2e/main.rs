@@ -24,6 +24,7 @@
 //! | [`import`] | guests that libvirt has defined |
 //! | [`block_devices`] | disks on block devices |
 //! | [`bridges`] | bridges that are made anew under a VM |
+//! | [`full_epochs`] | a guest that writes to its disk without a word |
 //! | [`bulk`]    | bulk transfers on long TCP segments |
 //! | [`hostile`] | a peer that says whatever may do harm |
 //! | [`hangs`]   | a QEMU that lives and does nothing |
@@ -112,6 +113,7 @@ mod events;
 mod fencing;
 mod firmware;
 mod full_disks;
+mod full_epochs;
 mod gate;
 mod getting_started;
 mod group;

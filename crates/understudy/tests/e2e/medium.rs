@@ -6,6 +6,7 @@ use crate::refusals::says;
 use crate::stage::{Calm, PACE, await_service, options, play, prove_survival, refusal, run};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 use understudy_lab::scene::VM;
@@ -158,6 +159,10 @@ fn a_medium_that_cannot_be_put_in_leaves_the_drive_and_protection_as_they_were()
         let (_, said) = refusal(scene.host("b")?, &["vm", "medium", VM, "disk1", text(&second)])?;
         says(&said, &["runs on a"])?;
 
+        // Not everybody may read it: the other host would open it because this one says so.
+        fs::set_permissions(&second, fs::Permissions::from_mode(0o600))?;
+        refused(&["disk1", text(&second)], 1, &["host b refuses", "everybody", "chmod o+r"])?;
+        fs::set_permissions(&second, fs::Permissions::from_mode(0o644))?;
         // The other host has another file of that name, then none.
         as_host(scene, "b", &["mount", "--bind", text(&first), text(&second)])?;
         refused(&["disk1", text(&second)], 1, &["host b refuses", "second.iso is another one"])?;

@@ -10,7 +10,7 @@ use std::process::Command;
 use understudy_lab::scene::VM;
 use understudy_lab::{Scene, SceneOptions, in_namespace, wait_for};
 
-const ADDRESS: &str = "127.0.0.1:9177";
+pub const ADDRESS: &str = "127.0.0.1:9177";
 
 #[test]
 fn lost_protection_shows_in_the_metrics() {
@@ -113,7 +113,7 @@ fn await_count(scene: &Scene, host: &str, metric: &str, least: u64) -> Result<()
 }
 
 /// Waits until the host has this line.
-fn await_host(scene: &Scene, host: &str, line: &str) -> Result<()> {
+pub fn await_host(scene: &Scene, host: &str, line: &str) -> Result<()> {
     let line = format!("understudy_{line}");
     wait_for(&line, LIMIT, || {
         Ok(scrape(scene, host)?.lines().any(|other| other == line).then_some(()))

@@ -292,7 +292,7 @@ type Forgery = (fn(&mut Value), &'static [&'static str]);
 
 #[test]
 fn offers_that_do_not_fit_are_refused() {
-    let forgeries: [Forgery; 14] = [
+    let forgeries: [Forgery; 17] = [
         (
             |hello| {
                 hello["wire_version"] = json!(999);
@@ -308,6 +308,22 @@ fn offers_that_do_not_fit_are_refused() {
         (|hello| definition_of(hello)["card"] = json!([card("73:01", "br0")]), &["in use"]),
         (|hello| definition_of(hello)["card"] = json!([card("73:09", "br9")]), &["bridge br9"]),
         (|hello| definition_of(hello)["qemu_args"] = json!(["-monitor", "stdio"]), &["qemu_args"]),
+        (
+            |hello| definition_of(hello)["kernel"] = json!("/etc/shadow"),
+            &["\"kernel\"", "no file comes"],
+        ),
+        (
+            |hello| {
+                definition_of(hello)["kernel"] = json!("/boot/vmlinuz");
+                definition_of(hello)["initrd"] = json!("/etc/understudy/b.key");
+                hello["purpose"]["files"] = json!([{ "role": "kernel", "bytes": 5 }]);
+            },
+            &["\"initrd\"", "no file comes"],
+        ),
+        (
+            |hello| hello["purpose"]["files"] = json!([{ "role": "firmware", "bytes": 5 }]),
+            &["\"firmware\"", "does not have"],
+        ),
         (|hello| hello["purpose"]["disk_bytes"] = json!([]), &["disk"]),
         (|hello| hello["purpose"]["paths"] = json!([]), &["0 paths", "1 to 8"]),
         (|hello| hello["purpose"]["path"] = json!(1), &["path 2", "1 were offered"]),

@@ -1,9 +1,10 @@
 //! Who is let in: hosts with certificates of one authority that name them, and
 //! nobody else. That those are let in, every other test shows.
 
+use crate::metrics::{ADDRESS, await_host};
 use crate::peer::{hung_up, message};
 use crate::refusals::{log_of, quick, says, unharmed};
-use crate::stage::{Calm, LIMIT, daemon, play, refusal};
+use crate::stage::{Calm, LIMIT, daemon, play, protection, refusal};
 use anyhow::{Result, ensure};
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
@@ -137,5 +138,45 @@ fn a_certificate_of_another_host_does_not_start_a_daemon() {
         let words = format!("{error:#}");
         ensure!(words.contains("b.pem is not a certificate of host \"a\""), "{words}");
         scene.restart_with("a", daemon().calm())
+    });
+}
+
+/// The daemons' own threads have to notice: before, tests told them to look.
+#[test]
+fn a_host_that_is_revoked_loses_its_part_in_a_running_pair() {
+    play(quick(), |scene| {
+        let pki_directory = scene.lab().directory().join("pki");
+        let directory = pki_directory.to_string_lossy().into_owned();
+        for host in ["a", "b"] {
+            let revoked = format!("revoked = \"{directory}/revoked.pem\"\n");
+            let metrics = format!("[metrics]\nlisten = \"{ADDRESS}\"\n");
+            let settings = daemon().calm().settings + &tls(&directory, &directory, host);
+            let settings = settings + &revoked + &metrics;
+            scene.restart_with(host, HostOptions { settings, ..daemon().calm() })?;
+        }
+        scene.start_guest("a")?;
+        scene.protect("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+        for host in ["a", "b"] {
+            let told = scene.host(host)?.call(["status"])?;
+            ensure!(told.contains("certificate expires in ") && !told.contains("WRONG"), "{told}");
+            await_host(scene, host, &format!("host_problems{{host=\"{host}\"}} 0.0"))?;
+        }
+
+        pki(&["revoke", "b", "--dir", &directory])?;
+        // Whoever of both hosts gets the VM has nobody to protect it to.
+        let owner = wait_for("the pair to be parted", LIMIT, || {
+            // One of them may have nothing of it by then.
+            let is_alone =
+                |host| scene.status(host).is_ok_and(|it| protection(&it).0 == "degraded");
+            Ok(["a", "b"].into_iter().find(|host| is_alone(host)))
+        })?;
+        let other = if owner == "a" { "b" } else { "a" };
+        let (_, words) = refusal(scene.host(owner)?, &["protect", VM, "--to", other])?;
+        ensure!(words.contains("revoked"), "{words}");
+        await_host(scene, "b", "host_problems{host=\"b\"} 1.0")?;
+        let told = scene.host("b")?.call(["status"])?;
+        ensure!(told.contains("WRONG: the certificate") && told.contains("is revoked"), "{told}");
+        await_host(scene, "a", "host_problems{host=\"a\"} 0.0")
     });
 }

@@ -1,7 +1,7 @@
 //! A host's end of a connection, with a genuine certificate and nobody's manners.
 
 use crate::peer::read;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::ring;
 use rustls::pki_types::pem::PemObject;
@@ -96,6 +96,18 @@ impl Line {
     /// The other side's next message.
     pub fn receive(&mut self) -> Result<Message> {
         read(&mut self.stream).context("no message")
+    }
+
+    /// The words of the next message of this kind, whatever comes before.
+    pub fn await_kind(&mut self, kind: Kind) -> Result<String> {
+        self.socket.set_read_timeout(Some(LONG_PATIENCE))?;
+        loop {
+            let message = self.receive()?;
+            if message.header.kind == kind {
+                return Ok(String::from_utf8_lossy(&message.payload).into_owned());
+            }
+            ensure!(message.header.kind != Kind::Refuse, "{}", message.payload.escape_ascii());
+        }
     }
 
     /// The answer to a hello. If a keeper has the connection by then, that gets the hello once more.

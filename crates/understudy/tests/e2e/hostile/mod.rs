@@ -1,10 +1,12 @@
 //! A host with a genuine certificate that says whatever may do harm, to two others, as one that
 //! dials and as one that is dialled: every kind of message, with hostile content and in every wrong
-//! order. The others live, what they protect stays protected, and no file but theirs is touched.
+//! order. The others live, what they protect stays protected, no file but theirs is touched, and none
+//! is opened because the hostile host names it.
 //!
 //! `UNDERSTUDY_HOSTILE_SECONDS` says for how long, `UNDERSTUDY_HOSTILE_SEED` repeats what a run
 //! has printed.
 
+mod genuine;
 mod link;
 mod words;
 
@@ -12,6 +14,7 @@ use crate::peer::PORT;
 use crate::refusals::{definition, quick, write};
 use crate::stage::{Calm, LIMIT, daemon_with_peers, has_backup, play};
 use anyhow::{Context, Result, ensure};
+use genuine::{DRIVE, FILE_BYTES, Genuine, Guard, Places};
 use link::{Certificate, LONG_PATIENCE, Line, PATIENCE};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -72,8 +75,7 @@ fn hostile_options(keepers: bool) -> SceneOptions {
 struct Mallory {
     certificate: Certificate,
     namespace: Namespace,
-    /// A genuine hello with an offer of the VM that it owns.
-    hello: Value,
+    genuine: Genuine,
     over: AtomicBool,
     conversations: AtomicU64,
     /// Of these, sessions that were accepted.
@@ -103,7 +105,8 @@ impl Mallory {
             scene.host("a")?.cli(["protect", PAWN, "--to", "mallory"])?;
             asked.join().expect("no panic")
         })?;
-        let hello = disguise(hello);
+        let genuine = Genuine::of(hello, Places::make(scene)?);
+        genuine.check().context("it would say what nobody understands any more")?;
         // Its own, as the arbiter says: a file arbiter is a directory that all hosts share.
         let record = scene.lab().arbiter_directory().join(OWN);
         fs::create_dir(&record)?;
@@ -111,7 +114,7 @@ impl Mallory {
         Ok(Mallory {
             certificate,
             namespace,
-            hello,
+            genuine,
             over: AtomicBool::new(false),
             conversations: AtomicU64::new(0),
             sessions: AtomicU64::new(0),
@@ -152,10 +155,14 @@ impl Mallory {
         number: u64,
     ) -> Result<()> {
         let session = format!("{host}-{number}-{}", words.below(1 << 30));
-        let purposes = self.purposes(&session);
-        let index = words.below(purposes.len() * 2);
-        let purpose = purposes.get(index).unwrap_or(&purposes[0]);
-        let mut hello = self.hello.clone();
+        let offers = self.genuine.offers(&session);
+        let purposes = self.genuine.purposes(&session);
+        let purpose = match words.below(4) {
+            0 => &offers[0],
+            1 => &offers[words.below(offers.len())],
+            _ => &purposes[words.below(purposes.len())],
+        };
+        let mut hello = self.genuine.hello.clone();
         hello["purpose"] = purpose.clone();
         let mut line = self.dial(host, address)?;
         let is_offer = purpose["purpose"] == "protect";
@@ -166,6 +173,9 @@ impl Mallory {
             let patience = if hello["keeper_of"].is_string() { LONG_PATIENCE } else { PATIENCE };
             let answer = line.answer((&self.certificate, host), &said, patience)?;
             ensure!(answer.header.kind == Kind::Welcome, "refused");
+            for _ in purpose["files"].as_array().into_iter().flatten() {
+                line.send(&on_wire(Kind::File, Epoch(0), vec![0; FILE_BYTES]))?;
+            }
             self.take_part(host, address, &mut line, words, &session)?;
         } else {
             if hello["keeper_of"].is_string() {
@@ -177,7 +187,8 @@ impl Mallory {
                 let _ = line.answer((&self.certificate, host), &said, PATIENCE);
             }
         }
-        let genuine = [&purposes[..], &self.bodies()].concat();
+        let hellos = purposes.into_iter().map(|purpose| (Kind::Hello, purpose));
+        let genuine: Vec<(Kind, Value)> = hellos.chain(self.genuine.bodies()).collect();
         for _ in 0..words.below(MOST_MESSAGES) {
             line.send(&words.message(&genuine))?;
         }
@@ -202,7 +213,7 @@ impl Mallory {
         ensure!(ready.is_some_and(|message| message.header.kind == Kind::Ready), "not ready");
         self.sessions.fetch_add(1, Ordering::Relaxed);
         if words.below(2) == 0 {
-            let mut hello = self.hello.clone();
+            let mut hello = self.genuine.hello.clone();
             hello["purpose"] = json!({ "purpose": "heartbeat", "session": session, "path": 0 });
             let mut beats = self.dial(host, address)?;
             let said = on_wire(Kind::Hello, Epoch(0), hello.to_string().into_bytes());
@@ -210,56 +221,10 @@ impl Mallory {
             let _ = beats.answer((&self.certificate, host), &said, PATIENCE);
             beats.send(&on_wire(Kind::Heartbeat, Epoch(0), Vec::new()))?;
             if words.below(4) == 0 {
-                beats.send(&words.message(&self.bodies()))?;
+                beats.send(&words.message(&self.genuine.bodies()))?;
             }
         }
         Ok(())
-    }
-
-    /// The purposes that a connection may have; an offer first.
-    fn purposes(&self, session: &str) -> Vec<Value> {
-        let mut offer = self.hello["purpose"].clone();
-        offer["session"] = json!(session);
-        vec![
-            offer,
-            json!({ "purpose": "survey", "vm": VM, "memory": 1 << 20 }),
-            json!({ "purpose": "may-follow", "build": "00" }),
-            json!({ "purpose": "images", "vm": VM }),
-            json!({ "purpose": "probe" }),
-            json!({ "purpose": "clock" }),
-            json!({ "purpose": "group" }),
-            json!({ "purpose": "may-restore", "store": "/srv/none", "group": "shop", "number": 1,
-                    "vms": [VM] }),
-            json!({ "purpose": "frames", "cluster": "shop" }),
-            json!({ "purpose": "heartbeat", "session": session, "path": 0 }),
-            json!({ "purpose": "inbound", "session": session }),
-            json!({ "purpose": "resume", "session": session, "path": 0, "received": 0 }),
-        ]
-    }
-
-    /// JSON of messages within sessions and other conversations.
-    fn bodies(&self) -> Vec<Value> {
-        let group = json!({ "name": "shop", "vms": [VM, OWN], "hosts": ["b", "mallory"] });
-        let take = json!({ "group": group, "member": 0, "store": "/srv/none",
-                           "compression": "lz4", "trace_ms": 10, "recency": false });
-        let restore = json!({ "id": "1-1", "group": group, "member": 0, "store": "/srv/none",
-                              "number": 1, "newest": 1, "incarnation": 1, "by_recency": false });
-        vec![
-            json!({ "Take": [take, { "number": 1, "said": "Prepare" }] }),
-            json!({ "Take": [take, { "number": 1, "said": "Take" }] }),
-            json!({ "Take": [take, { "number": 1, "said": "Commit" }] }),
-            json!({ "Restore": [restore, { "Load": { "pages": 1 } }] }),
-            json!({ "Restore": [restore, "Start"] }),
-            json!({ "Restore": [restore, "Abort"] }),
-            json!({ "Restore": [0, "StartFin"] }),
-            json!({ "group": "shop", "number": 1, "store": "/srv/none", "compression": "lz4",
-                    "trace_ms": 1 }),
-            json!({ "group": "shop", "number": 1, "image": { "Err": "no" } }),
-            json!({ "incarnation": 1, "members": [{ "member": 0, "cards": [] }], "answer": true }),
-            json!({ "number": 1, "wanted": { "mode": "lockstep" } }),
-            json!({ "host": "mallory", "received": 0, "blocks": [["pc.ram", 67_108_864]] }),
-            json!({ "host": "mallory", "resync": null, "full_because": "", "note": "x" }),
-        ]
     }
 
     /// Takes whatever connections other hosts open to it until it is over.
@@ -286,7 +251,7 @@ impl Mallory {
         while words.below(3) > 0 && line.receive().is_ok() {}
         let ready = json!({ "blocks": [["pc.ram", 67_108_864], ["pc.bios", 262_144]] });
         line.send(&words.json(Kind::Ready, &ready))?;
-        let bodies = self.bodies();
+        let bodies = self.genuine.bodies();
         for _ in 0..words.below(MOST_MESSAGES) {
             line.send(&words.message(&bodies))?;
         }
@@ -298,29 +263,12 @@ fn listen(namespace: &Namespace) -> Result<TcpListener> {
     Ok(in_namespace(namespace, || TcpListener::bind((CLIENT_ADDRESS, PORT)))??)
 }
 
-/// The genuine offer of a VM of host a's, as one of the hostile host's own.
-fn disguise(mut hello: Value) -> Value {
-    hello["host"] = json!("mallory");
-    if hello["keeper_of"].is_string() {
-        hello["keeper_of"] = json!(OWN);
-    }
-    let offer = &mut hello["purpose"];
-    offer["generation"] = json!(1);
-    offer["definition"]["name"] = json!(OWN);
-    offer["definition"]["card"] = json!([]);
-    if offer["definition"]["cards"].is_array() {
-        offer["definition"]["cards"] = json!([]);
-    }
-    offer["files"] = json!([]);
-    offer["sessions"] = json!([]);
-    hello
-}
-
 /// What nobody but the operator changes: files, when they were written, and how long they are.
-fn foreign_files(scene: &Scene) -> Result<BTreeMap<PathBuf, (SystemTime, u64)>> {
+fn foreign_files(scene: &Scene, places: &Places) -> Result<BTreeMap<PathBuf, (SystemTime, u64)>> {
     // Whoever compiles on this machine meanwhile writes there.
     let compilers = PathBuf::from("/root/.cargo");
-    let own = [scene.lab().arbiter_directory(), scene.lab().directory().join("pki"), compilers];
+    let pki = scene.lab().directory().join("pki");
+    let own = [scene.lab().arbiter_directory(), pki, compilers, places.store.clone()];
     let hosts = ["a", "b"].map(|host| scene.lab().host_directory(host));
     let hosts = hosts.into_iter().collect::<Result<Vec<_>>>()?;
     let is_theirs = |path: &Path| {
@@ -411,6 +359,48 @@ fn a_hostile_peer_harms_nobody_for_long() {
     harms_nobody(number_of("UNDERSTUDY_HOSTILE_SECONDS").unwrap_or(LONG_SECONDS), false);
 }
 
+/// It was opened, as root, and its content was for the guest of whoever had named it.
+#[test]
+fn a_medium_that_was_not_asked_for_ends_the_session() {
+    play(hostile_options(false), |scene| {
+        scene.protected_guest("a", "b")?;
+        let mallory = Mallory::begin(scene)?;
+        let guard = Guard::over(&mallory.genuine.places.secret)?;
+        let address = SocketAddr::from((scene.lab().host_address("b")?, PEER_PORT));
+        let session = || -> Result<Line> {
+            let mut hello = mallory.genuine.hello.clone();
+            hello["purpose"] = mallory.genuine.offers("s").swap_remove(0);
+            let mut line = mallory.dial("b", address)?;
+            line.send(&on_wire(Kind::Hello, Epoch(0), hello.to_string().into_bytes()))?;
+            line.send(&on_wire(Kind::Prepare, Epoch(0), Vec::new()))?;
+            line.await_kind(Kind::Ready)?;
+            Ok(line)
+        };
+        let secret = json!({
+            "drive": DRIVE,
+            "file": { "path": mallory.genuine.places.secret, "hash": "00" },
+        });
+        let say = |line: &mut Line, kind, epoch| {
+            line.send(&on_wire(kind, Epoch(epoch), secret.to_string().into_bytes()))
+        };
+        let mut line = session()?;
+        say(&mut line, Kind::MediumAsked, 0)?;
+        let answer = line.await_kind(Kind::MediumAnswer)?;
+        ensure!(answer.contains("everybody on its host may read"), "{answer}");
+        say(&mut line, Kind::Medium, 1)?;
+        let refusal = line.await_kind(Kind::Refuse)?;
+        ensure!(refusal.contains("had not asked for"), "{refusal}");
+        ensure!(!guard.has_noticed()?, "it was opened");
+        await_no_backup(scene)
+    });
+}
+
+fn await_no_backup(scene: &Scene) -> Result<()> {
+    wait_for("host b to forget the hostile host's VM", LIMIT, || {
+        Ok((!scene.host("b")?.call(["status"])?.contains(OWN)).then_some(()))
+    })
+}
+
 /// Ends what would outlive its daemon.
 fn end_keepers(scene: &Scene) -> Result<()> {
     for (host, vm) in [("b", VM), ("a", PAWN)] {
@@ -441,7 +431,8 @@ fn harms_nobody(seconds: u64, keepers: bool) {
         };
         let (a, b) = (address("a")?, address("b")?);
         let listener = listen(&mallory.namespace)?;
-        let before = foreign_files(scene)?;
+        let before = foreign_files(scene, &mallory.genuine.places)?;
+        let guard = Guard::over(&mallory.genuine.places.secret)?;
         let watched = thread::scope(|scope| {
             for part in 0..DIALLERS {
                 let (host, address) = if part == 0 { ("a", a) } else { ("b", b) };
@@ -458,7 +449,8 @@ fn harms_nobody(seconds: u64, keepers: bool) {
         let (all, sessions) = (count(&mallory.conversations), count(&mallory.sessions));
         println!("{all} conversations, of which {sessions} were sessions");
         ensure!(mallory.was_heard(), "it was hardly heard: nothing was shown");
-        let after = foreign_files(scene)?;
+        ensure!(!guard.has_noticed()?, "a host has opened a file because a peer named it");
+        let after = foreign_files(scene, &mallory.genuine.places)?;
         let touched = |path: &&PathBuf| before.get(*path) != after.get(*path);
         let touched: BTreeSet<_> = before.keys().chain(after.keys()).filter(touched).collect();
         ensure!(touched.is_empty(), "files outside of the hosts' own were touched: {touched:?}");

@@ -116,23 +116,19 @@ impl Words {
         }
     }
 
-    /// A message of any kind; JSON is one of these, with something wrong.
-    pub fn message(&mut self, genuine: &[Value]) -> Vec<u8> {
-        let kind = Kind::ALL[self.below(Kind::ALL.len())];
-        self.of_kind(kind, genuine)
-    }
-
-    /// A message of this kind.
-    pub fn of_kind(&mut self, kind: Kind, genuine: &[Value]) -> Vec<u8> {
-        let payload = match self.below(4) {
-            0 => Vec::new(),
-            1 if !genuine.is_empty() => {
-                let one = genuine[self.below(genuine.len())].clone();
-                self.spoilt(&one).to_string().into_bytes()
-            }
-            _ => self.noise(),
+    /// A message: a genuine one with something wrong, or one of any kind with noise, or with the words of another kind.
+    pub fn message(&mut self, genuine: &[(Kind, Value)]) -> Vec<u8> {
+        let any = Kind::ALL[self.below(Kind::ALL.len())];
+        let (kind, body) = genuine[self.below(genuine.len())].clone();
+        let (kind, payload) = match self.below(8) {
+            0 => (any, Vec::new()),
+            1 => (any, self.spoilt(&body).to_string().into_bytes()),
+            2..4 => (any, self.noise()),
+            4 => (kind, body.to_string().into_bytes()),
+            _ => (kind, self.spoilt(&body).to_string().into_bytes()),
         };
-        let mut bytes = on_wire(kind, self.epoch(), payload);
+        let epoch = if self.one_in(2) { Epoch(0) } else { self.epoch() };
+        let mut bytes = on_wire(kind, epoch, payload);
         if self.one_in(64) {
             // A header, or a checksum, that lies.
             let at = self.below(bytes.len());
