@@ -194,6 +194,16 @@ impl Host {
         entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
     }
 
+    /// Where logs of QEMU are that this process bounds: a keeper those of its VMs, the daemon all others.
+    pub(crate) fn logged_directories(&self) -> Vec<PathBuf> {
+        let state_dir = &self.config.state_dir;
+        let Some(kept) = &self.keeps else {
+            let directories = self.directories().into_iter().map(|vm| vm.below(state_dir));
+            return directories.filter(|directory| !note::lives_in(directory)).collect();
+        };
+        kept.vms().iter().map(|vm| vm.below(state_dir)).collect()
+    }
+
     /// Refuses a state directory in which another host's keepers live.
     pub(crate) fn refuse_strangers(&self) -> Result<(), HostError> {
         for vm in self.directories() {
