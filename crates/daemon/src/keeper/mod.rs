@@ -14,6 +14,7 @@
 //! | [`order`] | what it may do about its VM first |
 //! | [`replace`] | how the daemon has one replaced by another while the guest runs |
 //! | [`legacy`] | what the one leaves to the other |
+//! | [`versions`] | which versions of all that are spoken |
 //! | [`leave`] | how the one leaves its VM |
 //! | [`adopt`] | how the other goes on with it |
 //! | [`places`] | what one has of each of its VMs |
@@ -32,6 +33,7 @@ pub mod rights;
 pub mod seclusion;
 pub mod start;
 mod system_calls;
+mod versions;
 mod watch;
 
 pub use pass::Passed;
