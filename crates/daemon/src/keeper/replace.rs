@@ -355,6 +355,7 @@ mod tests {
     use super::super::order::say;
     use super::*;
     use std::process::Command;
+    use std::slice;
     use understudy_protocol::literal;
 
     /// What the daemon makes of what a next keeper says, by this.
@@ -372,7 +373,7 @@ mod tests {
     #[test]
     fn what_a_next_keeper_says_out_of_order_is_not_taken_for_its_word() {
         let adopted = Word::Adopted(Adopted { former: 7, still_ms: 38 });
-        let error = heard(&[adopted.clone()], |next| next.await_ready()).unwrap_err();
+        let error = heard(slice::from_ref(&adopted), |next| next.await_ready()).unwrap_err();
         assert!(error.message.contains("has not waited for the last one"), "{error}");
         let ready = Word::Ready(Readable::own());
         let taken = heard(&[ready.clone(), ready.clone()], |next| {
@@ -380,7 +381,7 @@ mod tests {
             next.await_adoption()
         });
         assert!(matches!(taken, Err(NotTaken::Later(why)) if why.contains("still waits")));
-        for words in [&[][..], &[ready.clone()]] {
+        for words in [&[][..], slice::from_ref(&ready)] {
             let taken = heard(words, |next| {
                 for _ in words {
                     next.await_ready().unwrap();
