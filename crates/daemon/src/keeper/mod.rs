@@ -20,8 +20,10 @@
 //! | [`places`] | what one has of each of its VMs |
 //! | [`pass`] | how it hands other hosts' connections to one |
 //! | [`watch`] | how it notices the end of one |
+//! | [`ending`] | how all end before the host goes down |
 
 mod adopt;
+pub mod ending;
 mod leave;
 mod legacy;
 pub mod note;
