@@ -2,6 +2,7 @@
 //! The agent's first and only message.
 
 use std::fmt;
+use std::ops::RangeInclusive;
 
 const MAGIC: [u8; 8] = *b"USTDYAGT";
 
@@ -12,8 +13,10 @@ const VERSION: u32 = 9;
 const NAME_BYTES: usize = 64;
 
 /// What the agent says of itself: magic, version, and the names of what it misses in QEMU.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
+    /// The agent's version.
+    pub version: u32,
     /// What QEMU lacks for pauses by the agent; none if it lacks nothing.
     pub missing: Option<String>,
     /// What QEMU lacks, or has otherwise, for lockstep; none if it is as it should be.
@@ -29,15 +32,26 @@ pub enum HelloError {
     Version(u32),
 }
 
+impl Default for Hello {
+    /// That of an agent of this version, which misses nothing.
+    fn default() -> Hello {
+        Hello { version: VERSION, missing: None, missing_for_lockstep: None }
+    }
+}
+
 impl Hello {
     /// Length of every hello.
     pub const BYTES: usize = MAGIC.len() + 4 + 2 * NAME_BYTES;
+
+    /// The versions whose agents a daemon goes on with that another one has started, outside lockstep: there 9
+    /// says nothing that 8 does not.
+    pub const ADOPTED: RangeInclusive<u32> = 8..=VERSION;
 
     /// The message. A long name is cut.
     pub fn encode(&self) -> [u8; Hello::BYTES] {
         let mut bytes = [0; Hello::BYTES];
         bytes[..8].copy_from_slice(&MAGIC);
-        bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[8..12].copy_from_slice(&self.version.to_le_bytes());
         let names = bytes[12..].chunks_exact_mut(NAME_BYTES);
         for (to, name) in names.zip([&self.missing, &self.missing_for_lockstep]) {
             let name = name.as_deref().unwrap_or_default().as_bytes();
@@ -47,15 +61,25 @@ impl Hello {
         bytes
     }
 
-    /// Understands what [`Hello::encode`] made.
+    /// Understands what [`Hello::encode`] made of an agent of this version.
     pub fn decode(bytes: &[u8]) -> Result<Hello, HelloError> {
+        Hello::decode_one_of(VERSION..=VERSION, bytes)
+    }
+
+    /// Understands what an agent has said to another daemon.
+    pub fn decode_adopted(bytes: &[u8]) -> Result<Hello, HelloError> {
+        Hello::decode_one_of(Hello::ADOPTED, bytes)
+    }
+
+    fn decode_one_of(known: RangeInclusive<u32>, bytes: &[u8]) -> Result<Hello, HelloError> {
         let unknown = HelloError::Unknown(bytes.len());
         let rest = bytes.strip_prefix(&MAGIC).ok_or(unknown)?;
         let (version, names) = rest.split_first_chunk::<4>().ok_or(unknown)?;
-        match u32::from_le_bytes(*version) {
-            VERSION if bytes.len() == Hello::BYTES => {}
-            VERSION => return Err(unknown),
-            other => return Err(HelloError::Version(other)),
+        let version = u32::from_le_bytes(*version);
+        match known.contains(&version) {
+            true if bytes.len() == Hello::BYTES => {}
+            true => return Err(unknown),
+            false => return Err(HelloError::Version(version)),
         }
         let mut names = names.chunks_exact(NAME_BYTES).map(|name| {
             let name = String::from_utf8_lossy(name);
@@ -63,7 +87,7 @@ impl Hello {
             (!name.is_empty()).then(|| name.to_owned())
         });
         let mut next = || names.next().flatten();
-        Ok(Hello { missing: next(), missing_for_lockstep: next() })
+        Ok(Hello { version, missing: next(), missing_for_lockstep: next() })
     }
 }
 
@@ -87,10 +111,11 @@ mod tests {
     #[test]
     fn a_hello_says_what_is_missing() {
         for missing in [None, Some("vm_state_notify".to_owned())] {
-            let hello = Hello { missing, missing_for_lockstep: Some("a".to_owned()) };
+            let missing_for_lockstep = Some("a".to_owned());
+            let hello = Hello { missing, missing_for_lockstep, ..Hello::default() };
             assert_eq!(Hello::decode(&hello.encode()), Ok(hello));
         }
-        let long = Hello { missing: Some("x".repeat(200)), missing_for_lockstep: None };
+        let long = Hello { missing: Some("x".repeat(200)), ..Hello::default() };
         assert_eq!(Hello::decode(&long.encode()).unwrap().missing.unwrap().len(), NAME_BYTES);
     }
 
@@ -102,5 +127,18 @@ mod tests {
         assert_eq!(Hello::decode(&bytes[..20]), Err(HelloError::Unknown(20)));
         bytes[8] = 1;
         assert_eq!(Hello::decode(&bytes[..12]), Err(HelloError::Version(1)));
+    }
+
+    #[test]
+    fn an_agent_of_the_version_before_is_adopted_and_stays_of_it() {
+        let [least, highest] = [*Hello::ADOPTED.start(), *Hello::ADOPTED.end()];
+        assert_eq!(highest, VERSION);
+        let older = Hello { version: least, ..Hello::default() };
+        assert_eq!(Hello::decode(&older.encode()), Err(HelloError::Version(least)));
+        assert_eq!(Hello::decode_adopted(&older.encode()), Ok(older));
+        for version in [least - 1, highest + 1] {
+            let other = Hello { version, ..Hello::default() };
+            assert_eq!(Hello::decode_adopted(&other.encode()), Err(HelloError::Version(version)));
+        }
     }
 }

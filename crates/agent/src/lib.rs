@@ -94,6 +94,7 @@ fn start(path: &Path, device: Option<c_int>) -> Result<(), String> {
     let hello = Hello {
         missing: pausing.as_ref().err().cloned(),
         missing_for_lockstep: lockstep::probe().err(),
+        ..Hello::default()
     };
     let (requests, daemons_end) =
         memory::socket_pair().map_err(|e| format!("cannot make a pair of sockets: {e}"))?;

@@ -128,7 +128,6 @@ impl Host {
         for listener in listeners {
             gate::listen(&host, listener)?;
         }
-        qemu_log::start(&host, host.config.state_dir.clone()).map_err(internal)?;
         host.look_after_itself()?;
         membership::join(&host);
         expiry::start(&host);
@@ -178,6 +177,7 @@ impl Host {
         peers::watch(self);
         arbiter_watch::start(self);
         bridges::start(self).map_err(internal)?;
+        qemu_log::start(self, Host::logged_directories).map_err(internal)?;
         lease::start(self).map_err(internal)
     }
 

@@ -1,6 +1,8 @@
 //! A machine whose daemon has died, or whose keeper is replaced, taken over by the next one: the same
 //! QEMU, everything around it anew. Its descriptors were kept meanwhile ([`crate::custody`]).
 
+mod descriptors;
+
 use crate::cgroup::{LimitGroup, Limits};
 use crate::console::{ConsoleServer, Relay};
 use crate::disk_error::DiskErrors;
@@ -16,7 +18,9 @@ use crate::tracking::logged;
 use crate::watching::Watching;
 use crate::{Machine, MachineEvent, OnEvent};
 use anyhow::Context;
+use descriptors::Descriptors;
 use serde::{Deserialize, Serialize};
+use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd, RawFd};
 use std::path::Path;
@@ -25,7 +29,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use understudy_disk::{Disk, NbdServer};
 use understudy_memory::agent::AgentLink;
-use understudy_memory::{GuestRam, ProcessMemory, RamBlock};
+use understudy_memory::{GuestRam, MemoryError, ProcessMemory, RamBlock};
 use understudy_network::Port;
 use understudy_protocol::BlockId;
 use understudy_qemu::qmp::{DeviceState, MonitorSockets, QemuVersion, RunState};
@@ -83,7 +87,24 @@ pub struct Adoption<'a> {
     pub on_event: OnEvent,
 }
 
+/// What is left of a machine is not what this program goes on with: trying once more does not help.
+#[derive(Debug)]
+pub struct NotUnderstood(pub(crate) String);
+
+impl fmt::Display for NotUnderstood {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for NotUnderstood {}
+
 impl Machine {
+    /// The version of the agent in its QEMU: whoever adopts it must speak it.
+    pub fn agent_version(&self) -> u32 {
+        self.agent.hello().version
+    }
+
     /// Why it cannot be adopted by another process, as the end of a sentence; none if it can.
     pub fn adoption_obstacle(&self) -> Option<&'static str> {
         match () {
@@ -138,13 +159,21 @@ impl Machine {
     /// error leaves it as it was.
     pub fn adopt(adoption: Adoption<'_>) -> anyhow::Result<Machine> {
         let Adoption { note, descriptors, run_dir, limits, disks, on_event } = adoption;
-        let mut descriptors = Descriptors(descriptors.into_iter());
+        let mut descriptors = Descriptors::of(note, descriptors)?;
         let pidfd = descriptors.next()?;
         let ram = Arc::new(GuestRam::adopt(descriptors.next()?)?);
         let device_state = DeviceState::adopt(descriptors.next()?, note.device_state);
         let sockets = MonitorSockets::adopt(descriptors.array()?);
         let pid = i32::try_from(note.qemu_pid)?;
-        let agent = AgentLink::adopt(descriptors.array()?, &note.hello, pid)?;
+        let agent =
+            AgentLink::adopt(descriptors.array()?, &note.hello, pid).map_err(
+                |error| match error {
+                    MemoryError::AgentHello(why) => {
+                        NotUnderstood(format!("QEMU's agent: {why}")).into()
+                    }
+                    error => anyhow::Error::from(error),
+                },
+            )?;
         let blocks = ram_blocks(note, &ram)?;
         let pauser = match &note.pause_obstacle {
             Some(obstacle) => Pauser::through_qmp(obstacle),
@@ -293,20 +322,6 @@ fn adopt_ports(
         ports.push(Arc::new(port));
     }
     Ok(ports)
-}
-
-/// In the order of [`Machine::entrusted`].
-struct Descriptors(std::vec::IntoIter<OwnedFd>);
-
-impl Descriptors {
-    fn next(&mut self) -> anyhow::Result<OwnedFd> {
-        self.0.next().context("there are too few descriptors of it")
-    }
-
-    fn array<const N: usize>(&mut self) -> anyhow::Result<[OwnedFd; N]> {
-        let some: Vec<OwnedFd> = self.0.by_ref().take(N).collect();
-        some.try_into().ok().context("there are too few descriptors of it")
-    }
 }
 
 fn adopt_console(

@@ -42,7 +42,7 @@ pub mod tpm;
 mod tracking;
 mod watching;
 
-pub use adopt::{Adoption, MachineNote};
+pub use adopt::{Adoption, MachineNote, NotUnderstood};
 pub use launch::Plan;
 pub use machine::{Machine, MachineEvent, OnEvent};
 pub use medium::Medium;

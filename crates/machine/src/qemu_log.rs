@@ -25,18 +25,20 @@ const MOST_BYTES: u64 = 1 << 20;
 /// How often somebody looks. What QEMU says in between comes on top.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Bounds the logs of all QEMUs below `state_dir`, also of those that no machine is left of, for
-/// as long as `host` lives.
-pub fn start<T: Send + Sync + 'static>(host: &Arc<T>, state_dir: PathBuf) -> io::Result<()> {
+/// Bounds the logs in the directories of VMs that `find` finds, also of those that no machine is left of, for as long as `host` lives.
+/// Of two processes that did so in one directory, one would overwrite what the other has kept.
+pub fn start<T: Send + Sync + 'static>(
+    host: &Arc<T>,
+    find: impl Fn(&T) -> Vec<PathBuf> + Send + 'static,
+) -> io::Result<()> {
     let host = Arc::downgrade(host);
-    let body = move || run(&host, &state_dir);
+    let body = move || run(&host, find);
     thread::Builder::new().name("qemu-logs".to_owned()).spawn(body).map(drop)
 }
 
-fn run<T>(host: &Weak<T>, state_dir: &Path) {
-    while host.strong_count() > 0 {
-        for directory in fs::read_dir(state_dir).into_iter().flatten().flatten() {
-            let directory = directory.path();
+fn run<T>(host: &Weak<T>, find: impl Fn(&T) -> Vec<PathBuf>) {
+    while let Some(directories) = host.upgrade().map(|host| find(&host)) {
+        for directory in directories {
             for log in [QEMU_LOG, SWTPM_LOG] {
                 if let Err(error) = bound(&directory, log, MOST_BYTES) {
                     let vm = directory.file_name().unwrap_or(OsStr::new("?")).to_string_lossy();

@@ -7,6 +7,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{MsgFlags, getsockopt, sockopt::PeerCredentials};
 use std::fs;
 use std::io;
+use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -16,6 +17,9 @@ use understudy_agent_protocol::{HELLO_DESCRIPTORS, Hello};
 
 /// Number of descriptors that a link has.
 pub const LINK_DESCRIPTORS: usize = 4;
+
+/// The versions of agents with which [`AgentLink::adopt`] goes on.
+pub const ADOPTED_AGENTS: RangeInclusive<u32> = Hello::ADOPTED;
 
 /// Makes userfaultfds for whoever holds it open.
 pub const DEVICE: &str = "/dev/userfaultfd";
@@ -156,7 +160,8 @@ impl AgentLink {
         let [stream, tracking, faults, requests] = descriptors;
         Ok(AgentLink {
             stream: stream.into(),
-            hello: Hello::decode(hello).map_err(|e| MemoryError::AgentHello(e.to_string()))?,
+            hello: Hello::decode_adopted(hello)
+                .map_err(|e| MemoryError::AgentHello(e.to_string()))?,
             pid,
             userfaultfd: Arc::new(Userfaultfd::adopt(tracking)),
             faults: Arc::new(FaultDescriptor::adopt(faults)),

@@ -131,6 +131,13 @@ pub enum Command {
         #[arg(long, value_name = "JSON")]
         order: Option<Order>,
     },
+    /// End all VMs of this host that have keepers, in order; run by the service manager before the host goes down.
+    #[command(hide = true)]
+    EndKeepers {
+        /// The host's configuration.
+        #[arg(long, value_name = "FILE")]
+        config: PathBuf,
+    },
     /// What packages are made with.
     #[command(flatten)]
     Manual(ManualCommand),
@@ -468,10 +475,9 @@ pub struct RecoverArgs {
 impl Cli {
     /// What is logged unless the user says otherwise.
     pub fn default_log(&self) -> &'static str {
-        if matches!(self.command, Command::Host { .. } | Command::Keep { .. }) {
-            "info"
-        } else {
-            "warn"
+        match self.command {
+            Command::Host { .. } | Command::Keep { .. } | Command::EndKeepers { .. } => "info",
+            _ => "warn",
         }
     }
 }

@@ -11,7 +11,6 @@ use crate::autostart::wish_of;
 use crate::containment;
 use crate::host::{Host, internal};
 use crate::vm::PrimaryVm;
-use anyhow::Context;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
@@ -25,7 +24,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_machine::custody::Custody;
-use understudy_machine::{Adoption, Machine};
+use understudy_machine::{Adoption, Machine, NotUnderstood};
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{HostName, LeaseAnswer, VmName};
 use understudy_qemu::process::{has_ended, pidfd_of, signal};
@@ -49,6 +48,8 @@ pub(super) enum Word {
     Adopted(Adopted),
     /// It does not, and stands still with its custodian, if the last keeper has left it.
     Failed(String),
+    /// The same, and this program never will: another release may.
+    Cannot(String),
     /// It has ended, or is not this host's any more.
     Lost(String),
 }
@@ -66,12 +67,22 @@ pub(super) struct Adopted {
 enum NotAdopted {
     /// It may be the next time.
     Later(String),
+    /// Not by this program: it stays with its custodian.
+    Cannot(String),
     /// Never.
     Lost(String),
 }
 
 fn later(error: impl Into<anyhow::Error>) -> NotAdopted {
     NotAdopted::Later(format!("{:#}", error.into()))
+}
+
+/// Why a machine was not taken over.
+fn not_taken_over(error: anyhow::Error) -> NotAdopted {
+    match error.is::<NotUnderstood>() {
+        true => NotAdopted::Cannot(format!("it cannot be taken over: {error:#}")),
+        false => later(error.context("it cannot be taken over")),
+    }
 }
 
 /// What a custodian has of a guest.
@@ -89,15 +100,15 @@ impl Left {
         let socket = legacy::socket(directory);
         let (custody, estate, descriptors) =
             Custody::of_another(&socket).map_err(|error| not_found(error, &socket))?;
-        match serde_json::from_value(estate.note) {
+        match Legacy::read(estate.note) {
             Ok(legacy) => {
                 let still = Duration::from_millis(estate.still_ms);
                 let since = Instant::now().checked_sub(still).unwrap_or_else(Instant::now);
                 Ok(Left { legacy, descriptors, custody, since })
             }
-            Err(error) => {
+            Err(why) => {
                 custody.leave();
-                Err(later(anyhow::Error::from(error).context("what was left is not understood")))
+                Err(NotAdopted::Cannot(format!("what was left is not understood: {why}")))
             }
         }
     }
@@ -113,6 +124,9 @@ impl Left {
 
 /// Nobody listens there: the custodian has ended, and QEMU with it.
 fn not_found(error: anyhow::Error, socket: &Path) -> NotAdopted {
+    if error.is::<NotUnderstood>() {
+        return NotAdopted::Cannot(format!("its custodian: {error:#}"));
+    }
     let kind = error.downcast_ref().map(io::Error::kind);
     match kind {
         Some(IoErrorKind::ConnectionRefused | IoErrorKind::NotFound) => {
@@ -132,7 +146,7 @@ impl Host {
         mut daemon: UnixStream,
     ) -> Result<(), HostError> {
         let prepared = self.prepare_to_adopt(vm).and_then(|former| {
-            say(&mut daemon, &Word::Ready(Readable::OWN)).map_err(internal)?;
+            say(&mut daemon, &Word::Ready(Readable::own())).map_err(internal)?;
             former.map_or(Ok(()), |former| await_end(&former, &daemon))
         });
         let adopted = match prepared {
@@ -142,6 +156,7 @@ impl Host {
         let (word, done) = match adopted {
             Ok(adopted) => (Word::Adopted(adopted), Ok(())),
             Err(NotAdopted::Later(why)) => (Word::Failed(why.clone()), Err(why)),
+            Err(NotAdopted::Cannot(why)) => (Word::Cannot(why.clone()), Err(why)),
             Err(NotAdopted::Lost(why)) => (Word::Lost(why.clone()), Err(why)),
         };
         if let Err(error) = say(&mut daemon, &word) {
@@ -177,18 +192,18 @@ impl Host {
         let found =
             Left::find(&directory).and_then(|left| match self.build(vm, &left, &directory) {
                 Ok(primary) => Ok((left, primary)),
-                Err(NotAdopted::Later(why)) => {
-                    left.custody.leave();
-                    Err(NotAdopted::Later(why))
-                }
                 Err(NotAdopted::Lost(why)) => {
                     self.end_left(vm, left);
                     Err(NotAdopted::Lost(why))
                 }
+                Err(stays) => {
+                    left.custody.leave();
+                    Err(stays)
+                }
             });
         let (left, primary) = found.inspect_err(|why| {
             let end = match why {
-                NotAdopted::Later(_) => End::Left,
+                NotAdopted::Later(_) | NotAdopted::Cannot(_) => End::Left,
                 NotAdopted::Lost(reason) => self.fenced(vm, reason),
             };
             if let Err(error) = claim.end(end) {
@@ -243,19 +258,18 @@ impl Host {
             disks,
             on_event: self.event_sink(vm),
         };
-        let machine = Machine::adopt(adoption).context("it cannot be taken over").map_err(later)?;
-        let machine = Arc::new(machine);
+        let machine = Arc::new(Machine::adopt(adoption).map_err(not_taken_over)?);
         self.presences_of(vm, &machine);
         let primary = self.new_primary(machine.clone(), *generation, wish_of(record));
         die_in_a_test("adopt");
         match owned(self.resume_lease(&primary)) {
             Ok(()) => Ok(primary),
-            Err(NotAdopted::Later(why)) => {
+            Err(NotAdopted::Lost(why)) => Err(NotAdopted::Lost(why)),
+            Err(stays) => {
                 // Dropped, it would end QEMU, which its custodian has.
                 std::mem::forget(machine);
-                Err(NotAdopted::Later(why))
+                Err(stays)
             }
-            Err(lost) => Err(lost),
         }
     }
 
@@ -393,7 +407,10 @@ mod tests {
     fn what_a_keeper_says_is_a_line_of_json() {
         let adopted = Adopted { former: 7, still_ms: 38 };
         for (word, text) in [
-            (Word::Ready(Readable::OWN), r#"{"ready":{"least":1,"highest":1}}"#),
+            (
+                Word::Ready(Readable::own()),
+                r#"{"ready":{"least":1,"highest":1,"agents":{"least":8,"highest":9}}}"#,
+            ),
             (Word::Adopted(adopted), r#"{"adopted":{"former":7,"still_ms":38}}"#),
             (Word::Lost("it ended".to_owned()), r#"{"lost":"it ended"}"#),
         ] {

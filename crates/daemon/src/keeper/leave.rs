@@ -52,7 +52,6 @@ impl Host {
         name: &VmName,
         reads: Readable,
     ) -> Result<Arc<PrimaryVm>, HostError> {
-        reads.check()?;
         let refuse = |why: String| Err(conflict(format!("{name} stays in its keeper: {why}")));
         if let Some(group) = self.keeps.as_ref().and_then(|kept| kept.group()) {
             return refuse(format!(
@@ -73,6 +72,7 @@ impl Host {
         if let Some(obstacle) = machine.adoption_obstacle() {
             return refuse(format!("{obstacle}; stop it and start it again, or hand it over"));
         }
+        reads.check(machine.agent_version())?;
         let snapshots = &self.snapshots;
         if snapshots.is_taking(name)
             || snapshots.is_restoring(name)

@@ -1,12 +1,16 @@
 //! What a keeper leaves to the next one of its VM, beside the descriptors that a custodian keeps.
 //!
 //! It is read by another release than the one that wrote it. So it has a version, which the next
-//! keeper must read before anything is left to it, and every field that came later has a default.
+//! keeper must read before anything is left to it, and every field that came later has a default. The agent
+//! inside QEMU has a version of its own, and stays what it is as long as that QEMU lives.
 
+use super::versions::Versions;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 use understudy_machine::MachineNote;
 use understudy_machine::custody::OF_KEEPER;
+use understudy_memory::agent::ADOPTED_AGENTS;
 use understudy_protocol::{Generation, HostName};
 use understudy_report::error::{ErrorKind, HostError};
 
@@ -37,31 +41,97 @@ impl Legacy {
     ) -> Legacy {
         Legacy { version: VERSION, keeper: std::process::id(), generation, protected_to, machine }
     }
+
+    /// What the last keeper has written; an error says why this program does not understand it.
+    pub fn read(note: Value) -> Result<Legacy, String> {
+        #[derive(Deserialize)]
+        struct Version {
+            version: u32,
+        }
+        let Version { version } =
+            Version::deserialize(&note).map_err(|error| format!("it has no version: {error}"))?;
+        let version = another_in_a_test(version);
+        if !READ.contains(version) {
+            return Err(format!("it has version {version}, and this program reads {READ}"));
+        }
+        serde_json::from_value(note).map_err(|error| error.to_string())
+    }
 }
 
-/// The versions that a keeper reads.
+/// What a keeper goes on with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Readable {
-    least: u32,
-    highest: u32,
+    /// The versions of a [`Legacy`] that it reads.
+    #[serde(flatten)]
+    legacies: Versions,
+    /// The versions of QEMU's agent that it speaks; none of a release that does not say so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    agents: Option<Versions>,
 }
 
-impl Readable {
-    /// What this program reads.
-    pub const OWN: Readable = Readable { least: VERSION, highest: VERSION };
+/// The versions that this program reads.
+const READ: Versions = Versions { least: VERSION, highest: VERSION };
 
-    /// Refuses to leave something to a keeper that would not understand it.
-    pub fn check(self) -> Result<(), HostError> {
-        let Readable { least, highest } = self;
-        if (least..=highest).contains(&VERSION) {
-            return Ok(());
-        }
-        let message = format!(
-            "the next keeper would not understand what this one leaves (version {VERSION}; it reads \
-             {least} to {highest}): install a release between the two first, or hand the VM to its backup"
-        );
-        Err(HostError::new(ErrorKind::Conflict, message))
+/// The versions of the agent in QEMUs that are left by keepers which do not compare them.
+const UNCOMPARED_AGENTS: [u32; 2] = [8, 9];
+
+impl Readable {
+    /// This program.
+    pub fn own() -> Readable {
+        let agents = Versions { least: *ADOPTED_AGENTS.start(), highest: *ADOPTED_AGENTS.end() };
+        fail::fail_point!("of-later-agents", |file| Readable {
+            legacies: READ,
+            agents: Some(match file.is_some_and(|file| Path::new(&file).exists()) {
+                true => Versions { least: agents.highest + 1, highest: agents.highest + 2 },
+                false => agents,
+            }),
+        });
+        Readable { legacies: READ, agents: Some(agents) }
     }
+
+    /// Refuses to leave something to a keeper that would not understand it, or the agent, of this version, of its QEMU.
+    pub fn check(self, agent: u32) -> Result<(), HostError> {
+        let Readable { legacies, agents } = self;
+        if !legacies.contains(VERSION) {
+            return Err(refused(format!(
+                "what this one leaves (version {VERSION}; it reads {legacies})"
+            )));
+        }
+        match agents {
+            Some(agents) if agents.contains(agent) => Ok(()),
+            Some(agents) => Err(refused(format!(
+                "the agent in the QEMU of this one (version {agent}; it speaks {agents})"
+            ))),
+            None => Err(refused(format!(
+                "the agent in the QEMU of this one (version {agent}), as far as it says"
+            ))),
+        }
+    }
+
+    /// Refuses to have a keeper leave its VM that does not compare its agent with this.
+    pub fn check_uncompared(self) -> Result<(), HostError> {
+        let speaks = |agent: &u32| self.agents.is_some_and(|agents| agents.contains(*agent));
+        match UNCOMPARED_AGENTS.iter().all(speaks) {
+            true => Ok(()),
+            false => Err(refused("the agent in the QEMU of this one".to_owned())),
+        }
+    }
+}
+
+fn refused(what: String) -> HostError {
+    let message = format!(
+        "the next keeper would not understand {what}: install a release between the two first, or hand the VM \
+         to its backup"
+    );
+    HostError::new(ErrorKind::Conflict, message)
+}
+
+/// A test has it be of another version for as long as there is the file that the fail point names.
+fn another_in_a_test(version: u32) -> u32 {
+    fail::fail_point!("read-legacy", |file| {
+        version + u32::from(file.is_some_and(|file| Path::new(&file).exists()))
+    });
+    version
 }
 
 /// Where it is found, in the VM's directory.
@@ -73,13 +143,57 @@ pub fn socket(vm_directory: &Path) -> PathBuf {
 mod tests {
     use super::*;
 
+    const AGENT: u32 = *ADOPTED_AGENTS.end();
+
+    fn reads(legacies: (u32, u32), agents: Option<(u32, u32)>) -> Readable {
+        let versions = |(least, highest)| Versions { least, highest };
+        Readable { legacies: versions(legacies), agents: agents.map(versions) }
+    }
+
     #[test]
     fn nothing_is_left_to_a_keeper_that_does_not_understand_it() {
-        assert!(Readable::OWN.check().is_ok());
-        assert!(Readable { least: 0, highest: VERSION + 1 }.check().is_ok());
-        for (least, highest) in [(VERSION + 1, VERSION + 2), (0, VERSION - 1)] {
-            let error = Readable { least, highest }.check().unwrap_err();
+        let agents = Some((AGENT, AGENT + 1));
+        assert!(Readable::own().check(AGENT).is_ok());
+        assert!(reads((0, VERSION + 1), agents).check(AGENT).is_ok());
+        for reads in [
+            reads((VERSION + 1, VERSION + 2), agents),
+            reads((0, VERSION - 1), agents),
+            reads((VERSION, VERSION), Some((AGENT + 1, AGENT + 2))),
+            reads((VERSION, VERSION), Some((0, AGENT - 1))),
+            reads((VERSION, VERSION), None),
+        ] {
+            let error = reads.check(AGENT).unwrap_err();
             assert!(error.message.contains("would not understand"), "{error}");
+        }
+    }
+
+    /// They were asked for the version of what they leave alone.
+    #[test]
+    fn keepers_that_do_not_compare_their_agent_are_left_alone_once_that_is_not_spoken() {
+        assert!(Readable::own().check_uncompared().is_ok());
+        for agents in [Some((9, 10)), Some((10, 11)), None] {
+            let error = reads((VERSION, VERSION), agents).check_uncompared().unwrap_err();
+            assert!(error.message.contains("would not understand"), "{error}");
+        }
+    }
+
+    #[test]
+    fn what_a_release_before_this_says_that_it_reads_is_understood() {
+        let silent: Readable = serde_json::from_str(r#"{"least":1,"highest":1}"#).unwrap();
+        assert_eq!(silent, reads((1, 1), None));
+        let said = serde_json::to_string(&reads((1, 2), Some((8, 9)))).unwrap();
+        assert_eq!(said, r#"{"least":1,"highest":2,"agents":{"least":8,"highest":9}}"#);
+    }
+
+    #[test]
+    fn what_another_version_has_left_is_not_guessed_at() {
+        for (note, words) in [
+            (serde_json::json!({ "version": VERSION + 1 }), "this program reads version"),
+            (serde_json::json!({ "version": VERSION }), "missing field"),
+            (serde_json::json!({}), "no version"),
+        ] {
+            let error = Legacy::read(note).unwrap_err();
+            assert!(error.contains(words), "{error}");
         }
     }
 }

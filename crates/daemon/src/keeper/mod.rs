@@ -14,13 +14,16 @@
 //! | [`order`] | what it may do about its VM first |
 //! | [`replace`] | how the daemon has one replaced by another while the guest runs |
 //! | [`legacy`] | what the one leaves to the other |
+//! | [`versions`] | which versions of all that are spoken |
 //! | [`leave`] | how the one leaves its VM |
 //! | [`adopt`] | how the other goes on with it |
 //! | [`places`] | what one has of each of its VMs |
 //! | [`pass`] | how it hands other hosts' connections to one |
 //! | [`watch`] | how it notices the end of one |
+//! | [`ending`] | how all end before the host goes down |
 
 mod adopt;
+pub mod ending;
 mod leave;
 mod legacy;
 pub mod note;
@@ -32,6 +35,7 @@ pub mod rights;
 pub mod seclusion;
 pub mod start;
 mod system_calls;
+mod versions;
 mod watch;
 
 pub use pass::Passed;
@@ -192,6 +196,16 @@ impl Host {
     fn directories(&self) -> Vec<VmName> {
         let entries = fs::read_dir(&self.config.state_dir).into_iter().flatten().flatten();
         entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+    }
+
+    /// Where logs of QEMU are that this process bounds: a keeper those of its VMs, the daemon all others.
+    pub(crate) fn logged_directories(&self) -> Vec<PathBuf> {
+        let state_dir = &self.config.state_dir;
+        let Some(kept) = &self.keeps else {
+            let directories = self.directories().into_iter().map(|vm| vm.below(state_dir));
+            return directories.filter(|directory| !note::lives_in(directory)).collect();
+        };
+        kept.vms().iter().map(|vm| vm.below(state_dir)).collect()
     }
 
     /// Refuses a state directory in which another host's keepers live.

@@ -3,6 +3,7 @@
 //! The file is written in place and never removed, since the lock is that of the file.
 
 use super::legacy;
+use super::versions::Versions;
 use crate::file_lock;
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
@@ -13,15 +14,21 @@ use std::process;
 use understudy_protocol::{Generation, GroupName, HostName, VmName};
 use understudy_report::error::{ErrorKind, HostError};
 
-/// The version of what daemon and keeper say to each other: this file, and the API behind the socket.
-const PROTOCOL: u32 = 1;
+/// The versions of what daemon and keeper say to each other, that this program speaks: this file, the API behind the
+/// socket, orders with their answers, and what goes with a descriptor through the other socket. Each release of a
+/// new version speaks the one before, too; whichever of the two is newer says to the other nothing that it does not know.
+const PROTOCOL: Versions = Versions { least: 1, highest: 1 };
 
 const FILE: &str = "keeper.json";
 
 /// What a keeper says of itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Note {
+    /// The least version of the local protocol that it speaks.
     protocol: u32,
+    /// The highest one; none of a release that speaks no other.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    protocol_highest: Option<u32>,
     /// The host that it is one of.
     pub host: HostName,
     /// Its VM.
@@ -45,12 +52,19 @@ pub struct Program {
     pub version: String,
     /// The version of what it leaves to the next keeper; see `keeper/legacy.rs`.
     pub leaves: u32,
+    /// Whether it compares the agent in its QEMU with what the next keeper speaks, before it leaves that.
+    #[serde(default)]
+    pub compares_agents: bool,
 }
 
 impl Program {
     /// This one.
     pub fn own() -> Program {
-        Program { version: env!("CARGO_PKG_VERSION").to_owned(), leaves: legacy::VERSION }
+        Program {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            leaves: legacy::VERSION,
+            compares_agents: true,
+        }
     }
 }
 
@@ -114,21 +128,28 @@ pub fn lives_in(directory: &Path) -> bool {
 
 fn understand(text: &[u8], path: &Path) -> Found {
     #[derive(Deserialize)]
-    struct Version {
+    struct Protocol {
         protocol: u32,
+        #[serde(default)]
+        protocol_highest: Option<u32>,
     }
     let unknown =
         |error: serde_json::Error| format!("{} is not understood: {error}", path.display());
-    match serde_json::from_slice::<Version>(text) {
+    let theirs = match serde_json::from_slice(text) {
+        Err(error) => return Found::Unknown(unknown(error)),
+        Ok(Protocol { protocol: least, protocol_highest }) => {
+            Versions { least, highest: protocol_highest.unwrap_or(least) }
+        }
+    };
+    if !PROTOCOL.meet(theirs) {
+        return Found::Unknown(format!(
+            "it speaks {theirs} of the local protocol, and this daemon {PROTOCOL}: run the daemon of the \
+             keeper's release, or end its VM by SIGTERM to the keeper"
+        ));
+    }
+    match serde_json::from_slice(text) {
+        Ok(note) => Found::Lives(note),
         Err(error) => Found::Unknown(unknown(error)),
-        Ok(Version { protocol: PROTOCOL }) => match serde_json::from_slice(text) {
-            Ok(note) => Found::Lives(note),
-            Err(error) => Found::Unknown(unknown(error)),
-        },
-        Ok(Version { protocol }) => Found::Unknown(format!(
-            "it speaks version {protocol} of the local protocol, and this daemon version {PROTOCOL}: \
-             run the daemon of the keeper's release, or end its VM by SIGTERM to the keeper"
-        )),
     }
 }
 
@@ -168,7 +189,8 @@ impl Claim {
             return Err(conflict(format!("{vm} has a keeper on host {host} already")));
         }
         let note = Note {
-            protocol: PROTOCOL,
+            protocol: PROTOCOL.least,
+            protocol_highest: Some(PROTOCOL.highest),
             host: host.clone(),
             vm: vm.clone(),
             pid: process::id(),
@@ -241,6 +263,32 @@ mod tests {
         let text = r#"{"protocol":1,"host":"a","vm":"db","pid":1,"end":null}"#;
         fs::write(directory.path().join(FILE), text).unwrap();
         assert_eq!(lives().program, None);
+    }
+
+    #[test]
+    fn a_keeper_of_the_next_release_speaks_this_version_too() {
+        let directory = tempfile::tempdir().unwrap();
+        let _claim = take(directory.path()).unwrap();
+        for (protocol, is_known) in [
+            (r#""protocol":1"#, true),
+            (r#""protocol":1,"protocol_highest":2"#, true),
+            (r#""protocol":0,"protocol_highest":1"#, true),
+            (r#""protocol":2,"protocol_highest":3"#, false),
+            (r#""protocol":0"#, false),
+        ] {
+            let text = format!(r#"{{{protocol},"host":"a","vm":"db","pid":1,"end":null}}"#);
+            fs::write(directory.path().join(FILE), text).unwrap();
+            match look(directory.path()) {
+                Found::Lives(_) => assert!(is_known, "{protocol}"),
+                Found::Unknown(problem) => {
+                    assert!(
+                        !is_known && problem.contains("local protocol"),
+                        "{protocol}: {problem}"
+                    )
+                }
+                other => panic!("{other:?}"),
+            }
+        }
     }
 
     #[test]

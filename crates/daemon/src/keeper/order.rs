@@ -382,7 +382,7 @@ mod tests {
     fn an_order_is_understood_by_the_keeper_that_gets_it() {
         let request = RecoverRequest { force: true, ..RecoverRequest::default() };
         let simple = [Order::ComeUp, Order::Restore, Order::Stop, Order::Adopt];
-        let reading = [Order::MayLeave(Readable::OWN), Order::Leave(Readable::OWN)];
+        let reading = [Order::MayLeave(Readable::own()), Order::Leave(Readable::own())];
         for order in simple.into_iter().chain(reading).chain([Order::Recover(request)]) {
             assert_eq!(order.to_string().parse::<Order>().unwrap(), order);
         }

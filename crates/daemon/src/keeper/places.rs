@@ -64,6 +64,11 @@ impl Kept {
         self.places.lock().of.contains_key(vm)
     }
 
+    /// All that it keeps.
+    pub(super) fn vms(&self) -> Vec<VmName> {
+        self.places.lock().of.keys().cloned().collect()
+    }
+
     /// Refuses a VM that it does not keep.
     pub(crate) fn check(&self, vm: &VmName) -> Result<(), HostError> {
         match self.has(vm) {
@@ -74,9 +79,8 @@ impl Kept {
 
     /// The VMs that are gone by the second look in a row: what is handed over is fenced for a moment before.
     fn gone(&self, end_of: impl Fn(&VmName) -> Option<End>) -> Vec<(Place, End)> {
-        let vms: Vec<VmName> = self.places.lock().of.keys().cloned().collect();
         let ends: Vec<(VmName, Option<End>)> =
-            vms.into_iter().map(|vm| (vm.clone(), end_of(&vm))).collect();
+            self.vms().into_iter().map(|vm| (vm.clone(), end_of(&vm))).collect();
         let mut places = self.places.lock();
         let mut gone = Vec::new();
         for (vm, end) in ends {
@@ -123,7 +127,7 @@ impl Kept {
 
 impl std::fmt::Display for Kept {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let names: Vec<String> = self.places.lock().of.keys().map(VmName::to_string).collect();
+        let names: Vec<String> = self.vms().iter().map(VmName::to_string).collect();
         f.write_str(&names.join(", "))
     }
 }

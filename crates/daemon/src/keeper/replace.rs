@@ -7,6 +7,7 @@
 use super::Keeper;
 use super::adopt::{Adopted, DISMISSED, Word};
 use super::legacy::{self, Readable};
+use super::note::Program;
 use super::order::{Follower, Order};
 use super::start::reap_aside;
 use crate::arrivals::Arrival;
@@ -17,7 +18,7 @@ use std::os::unix::net::UnixStream;
 use std::process::Child;
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_machine::custody::Custody;
 use understudy_protocol::VmName;
@@ -31,13 +32,33 @@ use understudy_report::upgrade::KeeperReplacement;
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Before another keeper is started for a guest that stands still.
 const AGAIN: Duration = Duration::from_secs(1);
+/// The same after one that says that no keeper of this program can go on with it.
+const RARELY: Duration = Duration::from_secs(60);
 
 /// Why no keeper goes on with a guest.
 enum NotTaken {
     /// One may, the next time.
     Later(String),
+    /// None of this program can, but another release's may.
+    Cannot(String),
     /// None ever will.
     Lost(String),
+}
+
+impl NotTaken {
+    /// Why, and what its operator can do about it.
+    fn with_a_way_out(&self, vm: &VmName) -> String {
+        match self {
+            NotTaken::Later(why) => format!(
+                "{why}; further ones are started until one does, or `understudy vm stop {vm} --force` ends it"
+            ),
+            NotTaken::Cannot(why) => format!(
+                "{why}; no keeper of this release can: install that of its last keeper and restart the daemon, or \
+                 end it by `understudy vm stop {vm} --force`"
+            ),
+            NotTaken::Lost(why) => why.clone(),
+        }
+    }
 }
 
 impl From<HostError> for NotTaken {
@@ -76,7 +97,9 @@ impl Next {
     fn await_ready(&mut self) -> Result<Readable, HostError> {
         match self.hear()? {
             Word::Ready(reads) => Ok(reads),
-            Word::Failed(why) | Word::Lost(why) => Err(HostError::new(ErrorKind::Conflict, why)),
+            Word::Failed(why) | Word::Cannot(why) | Word::Lost(why) => {
+                Err(HostError::new(ErrorKind::Conflict, why))
+            }
             Word::Adopted(_) => {
                 let message = "its next keeper has not waited for the last one".to_owned();
                 Err(HostError::new(ErrorKind::Internal, message))
@@ -88,6 +111,7 @@ impl Next {
         match self.hear()? {
             Word::Adopted(adopted) => Ok(adopted),
             Word::Failed(why) => Err(NotTaken::Later(why)),
+            Word::Cannot(why) => Err(NotTaken::Cannot(why)),
             Word::Lost(why) => Err(NotTaken::Lost(why)),
             Word::Ready(_) => Err(NotTaken::Later("its next keeper still waits".to_owned())),
         }
@@ -109,27 +133,33 @@ impl Next {
 }
 
 impl Keeper {
-    /// Refuses to have one replaced that does not know how.
-    pub(crate) fn check_replaceable(&self) -> Result<(), HostError> {
+    /// Refuses to have one replaced that does not know how, by one that reads this.
+    fn check_replaceable(&self, reads: Readable) -> Result<(), HostError> {
         self.reachable()?;
-        if self.program.is_some() {
-            return Ok(());
+        match &self.program {
+            Some(Program { compares_agents: true, .. }) => Ok(()),
+            Some(_) => reads.check_uncompared(),
+            None => {
+                let vm = &self.vm;
+                let message = format!(
+                    "the keeper of {vm} is of a release whose keepers cannot be replaced while the guest runs: hand {vm} \
+                     over (`understudy failover {vm}`), or stop it and start it again"
+                );
+                Err(HostError::new(ErrorKind::Conflict, message))
+            }
         }
-        let vm = &self.vm;
-        let message = format!(
-            "the keeper of {vm} is of a release whose keepers cannot be replaced while the guest runs: hand {vm} \
-             over (`understudy failover {vm}`), or stop it and start it again"
-        );
-        Err(HostError::new(ErrorKind::Conflict, message))
+    }
+
+    /// Refuses to have one replaced that could not leave its VM now.
+    fn check_leaves(&self) -> Result<(), HostError> {
+        let reads = Readable::own();
+        self.check_replaceable(reads)?;
+        self.obey(&self.vm, &Order::MayLeave(reads)).map(drop)
     }
 
     /// Why it cannot be replaced now, if it cannot.
     pub(crate) fn replacement_obstacle(&self) -> Option<String> {
-        let asked = || {
-            self.check_replaceable()?;
-            self.obey(&self.vm, &Order::MayLeave(Readable::OWN))
-        };
-        asked().err().map(|error| error.message)
+        self.check_leaves().err().map(|error| error.message)
     }
 }
 
@@ -141,10 +171,9 @@ impl Host {
             Err(error) => error,
             Ok(_) => HostError::new(ErrorKind::Conflict, format!("{name} has no keeper here")),
         })?;
-        keeper.check_replaceable()?;
         let arrival = self.expect_next(name)?;
         // What is refused is refused before there is another process.
-        keeper.obey(name, &Order::MayLeave(Readable::OWN))?;
+        keeper.check_leaves()?;
         let between = self.orphans.expect_keeper(name);
         let mut next = self.start_next(name)?;
         let left = match next.await_ready() {
@@ -175,12 +204,13 @@ impl Host {
                     false => Ok(replacement),
                 }
             }
-            Err(NotTaken::Later(why) | NotTaken::Lost(why)) => {
+            Err(not_taken) => {
                 next.end();
                 // From here on it is looked for: see `take_up`.
                 let message = format!(
-                    "the last keeper of {name} has ended, and the next one does not go on with the guest: {why}; \
-                     further ones are started until one does (`understudy status {name}`)"
+                    "the last keeper of {name} has ended, and the next one does not go on with the guest: {} \
+                     (`understudy status {name}`)",
+                    not_taken.with_a_way_out(name)
                 );
                 Err(HostError::new(ErrorKind::Internal, message))
             }
@@ -230,7 +260,11 @@ impl Host {
         let between = self.orphans.expect_keeper(name);
         let take = move || {
             let _between = between;
-            while let Some(false) = host.upgrade().map(|host| host.is_taken_up(&vm)) {
+            let mut due = Instant::now();
+            while let Some(host) = host.upgrade() {
+                let Some(next) = host.tend(&vm, due) else { return };
+                due = next;
+                drop(host);
                 thread::sleep(AGAIN);
             }
         };
@@ -240,31 +274,39 @@ impl Host {
         true
     }
 
-    /// Tries once; whether there is nothing left to do.
-    fn is_taken_up(self: &Arc<Self>, name: &VmName) -> bool {
+    /// Has a keeper started for a guest that stands still, once that is due, unless it is to end; returns when the next
+    /// one is due, if one is.
+    fn tend(self: &Arc<Self>, name: &VmName, due: Instant) -> Option<Instant> {
         if self.is_closing() {
-            return true;
+            return None;
         }
         if self.orphans.is_given_up(name) {
             self.end_left_guest(name);
-            return true;
+            return None;
         }
-        match self.try_to_take_up(name) {
+        if Instant::now() < due {
+            return Some(due);
+        }
+        let not_taken = match self.try_to_take_up(name) {
             Ok(adopted) => {
                 info!(vm = %name, "goes on in another keeper, after {} ms", adopted.still_ms);
-                true
+                return None;
             }
-            Err(NotTaken::Later(why)) => {
-                self.events.of(name).record_new(EventKind::WithoutKeeper { reason: why.clone() });
-                self.orphans.note(name, why);
-                false
-            }
+            Err(not_taken) => not_taken,
+        };
+        let reason = not_taken.with_a_way_out(name);
+        let pause = match not_taken {
             // Its last words say so, to whoever looks for them.
-            Err(NotTaken::Lost(why)) => {
+            NotTaken::Lost(why) => {
                 warn!(vm = %name, "its guest is lost: {why}");
-                true
+                return None;
             }
-        }
+            NotTaken::Later(_) => Duration::ZERO,
+            NotTaken::Cannot(_) => RARELY,
+        };
+        self.events.of(name).record_new(EventKind::WithoutKeeper { reason: reason.clone() });
+        self.orphans.note(name, reason);
+        Some(Instant::now() + pause)
     }
 
     fn try_to_take_up(self: &Arc<Self>, name: &VmName) -> Result<Adopted, NotTaken> {
@@ -305,5 +347,66 @@ impl Host {
             warn!(vm = %name, "{error}");
         }
         self.events.of(name).record(EventKind::Stopped { cut: true });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::order::say;
+    use super::*;
+    use std::process::Command;
+    use std::slice;
+    use understudy_protocol::literal;
+
+    /// What the daemon makes of what a next keeper says, by this.
+    fn heard<T>(words: &[Word], hear: impl FnOnce(&mut Next) -> T) -> T {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        words.iter().for_each(|word| say(&mut theirs, word).unwrap());
+        drop(theirs);
+        let process = Command::new("true").spawn().unwrap();
+        let mut next = Next { vm: literal("db"), process, said: BufReader::new(ours) };
+        let made = hear(&mut next);
+        next.process.wait().unwrap();
+        made
+    }
+
+    #[test]
+    fn what_a_next_keeper_says_out_of_order_is_not_taken_for_its_word() {
+        let adopted = Word::Adopted(Adopted { former: 7, still_ms: 38 });
+        let error = heard(slice::from_ref(&adopted), |next| next.await_ready()).unwrap_err();
+        assert!(error.message.contains("has not waited for the last one"), "{error}");
+        let ready = Word::Ready(Readable::own());
+        let taken = heard(&[ready.clone(), ready.clone()], |next| {
+            next.await_ready().unwrap();
+            next.await_adoption()
+        });
+        assert!(matches!(taken, Err(NotTaken::Later(why)) if why.contains("still waits")));
+        for words in [&[][..], slice::from_ref(&ready)] {
+            let taken = heard(words, |next| {
+                for _ in words {
+                    next.await_ready().unwrap();
+                }
+                next.await_adoption()
+            });
+            assert!(matches!(taken, Err(NotTaken::Later(why)) if why.contains("has ended")));
+        }
+        let taken = heard(&[ready, adopted], |next| {
+            next.await_ready().unwrap();
+            next.await_adoption()
+        });
+        assert_eq!(taken.ok().unwrap().former, 7);
+    }
+
+    #[test]
+    fn whoever_hears_why_a_guest_stands_still_hears_what_can_be_done() {
+        let cannot = heard(&[Word::Cannot("version 9".to_owned())], |next| next.await_adoption());
+        let later = heard(&[Word::Failed("no arbiter".to_owned())], |next| next.await_adoption());
+        for (not_taken, words) in
+            [(cannot, "install that of its last keeper"), (later, "further ones are started")]
+        {
+            let said = not_taken.err().unwrap().with_a_way_out(&literal("db"));
+            assert!(said.contains(words), "{said}");
+            assert!(said.contains("`understudy vm stop db --force`"), "{said}");
+        }
     }
 }

@@ -32,7 +32,8 @@ mod transport;
 
 pub use custodian::{SUBCOMMAND, run};
 
-use anyhow::{Context, bail, ensure};
+use crate::NotUnderstood;
+use anyhow::{Context, ensure};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::io::{Read, Write};
@@ -110,9 +111,10 @@ impl Custody {
         let custodian = UnixStream::connect(socket)?;
         custodian.set_read_timeout(Some(PATIENCE))?;
         let (estate, descriptors) = transport::receive(&custodian)?;
-        let estate = serde_json::from_slice(&estate).context("what it keeps is unknown")?;
+        let estate = serde_json::from_slice(&estate)
+            .context(NotUnderstood("what it keeps is unknown".to_owned()))?;
         if descriptors.is_empty() {
-            bail!("it keeps no QEMU");
+            return Err(NotUnderstood("it keeps no QEMU".to_owned()).into());
         }
         Ok((Custody { custodian, child: None, is_left: false }, estate, descriptors))
     }

@@ -18,6 +18,7 @@ use tokio::time::timeout;
 use understudy_client::{Exit, Failure};
 use understudy_daemon::Host;
 use understudy_daemon::config::HostConfig;
+use understudy_daemon::keeper::ending;
 use understudy_daemon::keeper::order::Order;
 use understudy_daemon::keeper::places::{Close, Door};
 use understudy_daemon::keeper::rights;
@@ -48,6 +49,18 @@ pub fn run(
     // A call that still hangs must not keep the keeper from ending.
     runtime.shutdown_background();
     ended.map(|()| Exit::Ok)
+}
+
+/// Has all keepers of a host end, and waits until they have.
+pub fn end_all(config: &Path) -> Result<Exit, Failure> {
+    let left = ending::end_all(&HostConfig::load(config)?).map_err(internal)?;
+    match left.is_empty() {
+        true => Ok(Exit::Ok),
+        false => {
+            let names: Vec<&str> = left.iter().map(VmName::as_str).collect();
+            Err(Failure::internal(format!("keepers cannot be ended: {}", names.join(", "))))
+        }
+    }
 }
 
 /// Before there are other threads, which would not be.

@@ -75,6 +75,7 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Keep { config, vm, group, order } => {
             keep::run(config, (vm, group.clone()), *order)
         }
+        Command::EndKeepers { config } => keep::end_all(config),
         Command::Manual(command) => manual::run(Cli::command(), command),
         Command::Vm(command) => vm::run(&client()?, command, json),
         Command::Protect(args) => protect::protect(&client()?, args, json),

@@ -3,6 +3,7 @@
 use crate::installed::Installed;
 use crate::stage::{LIMIT, PACE, await_service, close, options, run};
 use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -78,6 +79,21 @@ struct Site {
 }
 
 impl Site {
+    /// Boots two clean hosts, which have the packages and the guest.
+    fn boot(lab: &Lab) -> Result<Site> {
+        let (packages, root) = (packages()?, clean_root()?);
+        let boot = |host: &str| Installed::boot(lab, host, &format!("host-{host}"), &root);
+        let site = Site { a: boot("a")?, b: boot("b")?, init: None, token: None };
+        for package in &packages {
+            let name = package.file_name().context("a package has a name")?;
+            for host in [&site.a, &site.b] {
+                fs::copy(package, host.path("/root").join(name))?;
+            }
+        }
+        put_guest(&site.a)?;
+        Ok(site)
+    }
+
     fn host(&self, name: &str) -> Result<&Installed> {
         match name {
             "host-a" => Ok(&self.a),
@@ -137,17 +153,8 @@ fn the_page_has_six_commands() {
 /// Prints how long it took, from the first command to the VM that is protected.
 #[test]
 fn two_clean_hosts_protect_a_vm_in_six_commands() -> Result<()> {
-    let (packages, root) = (packages()?, clean_root()?);
     let lab = Lab::new(&["a", "b"])?;
-    let boot = |host: &str| Installed::boot(&lab, host, &format!("host-{host}"), &root);
-    let mut site = Site { a: boot("a")?, b: boot("b")?, init: None, token: None };
-    for package in &packages {
-        let name = package.file_name().context("a package has a name")?;
-        for host in [&site.a, &site.b] {
-            fs::copy(package, host.path("/root").join(name))?;
-        }
-    }
-    put_guest(&site.a)?;
+    let mut site = Site::boot(&lab)?;
     let begun = Instant::now();
     for step in steps("Six commands") {
         site.follow(step).with_context(|| format!("{step:?}"))?;
@@ -158,25 +165,123 @@ fn two_clean_hosts_protect_a_vm_in_six_commands() -> Result<()> {
     }
     check_unit(&site)?;
     check_confinement(&site.a)?;
-    let client = wait_for("the guest to boot", LIMIT, || {
-        Ok(RecordClient::start(&lab, (GUEST_ADDRESS, RECORDS_PORT).into(), PACE).ok())
-    })?;
-    await_service(&client)?;
+    let client = client(&lab)?;
     upgrade(&site)?;
-    site.a.cut_power()?;
-    wait_for("host-b to run the VM", LIMIT, || {
-        let status = site.b.call("understudy status db --json || true")?;
-        let status = serde_json::from_str::<serde_json::Value>(&status).unwrap_or_default();
-        Ok((status["role"] == "primary" && status["live"] == true).then_some(()))
-    })?;
-    await_service(&client)?;
-    close(client)?;
+    prove_take_over(&mut site, client)?;
     check_laboratory(&site.b)?;
     remove(&site.b)?;
     drop(site);
     let left = lab.leftovers()?;
     ensure!(left.is_empty(), "{left}");
     Ok(())
+}
+
+fn client(lab: &Lab) -> Result<RecordClient> {
+    let client = wait_for("the guest to boot", LIMIT, || {
+        Ok(RecordClient::start(lab, (GUEST_ADDRESS, RECORDS_PORT).into(), PACE).ok())
+    })?;
+    await_service(&client).map(|()| client)
+}
+
+fn status(host: &Installed) -> Result<Value> {
+    let status = host.call("understudy status db --json || true")?;
+    Ok(serde_json::from_str(&status).unwrap_or_default())
+}
+
+/// Host-a loses its power, and the guest goes on.
+fn prove_take_over(site: &mut Site, client: RecordClient) -> Result<()> {
+    site.a.cut_power()?;
+    wait_for("host-b to run the VM", LIMIT, || {
+        let status = status(&site.b)?;
+        Ok((status["role"] == "primary" && status["live"] == true).then_some(()))
+    })?;
+    await_service(&client)?;
+    close(client).map(drop)
+}
+
+/// The main process of the service, which another one is to be, or none.
+fn await_service_restart(host: &Installed, before: &str) -> Result<()> {
+    wait_for("the service to have another process", LIMIT, || {
+        let now = host.call("systemctl show understudy -P MainPID -P ActiveState")?;
+        Ok((now != before && now.contains("active\n") && !now.starts_with('0')).then_some(()))
+    })
+}
+
+/// A VM in keepers, whatever systemd, an operator or an upgrade does to the service.
+#[test]
+fn under_systemd_a_vm_with_keepers_outlives_restarts_kills_and_upgrades_of_the_service()
+-> Result<()> {
+    let lab = Lab::new(&["a", "b"])?;
+    let mut site = Site::boot(&lab)?;
+    let (set_up, vm): (Vec<_>, Vec<_>) =
+        steps("Six commands").into_iter().partition(|step| !step.line.contains(" db"));
+    for step in set_up {
+        site.follow(step).with_context(|| format!("{step:?}"))?;
+    }
+    for host in [&site.a, &site.b] {
+        host.call("sed -i '1i keepers = true' /etc/understudy/host.toml")?;
+        host.call("systemctl restart understudy && systemctl reset-failed understudy")?;
+    }
+    for step in vm {
+        site.follow(step).with_context(|| format!("{step:?}"))?;
+    }
+    let client = client(&lab)?;
+    let kept = |host: &Installed| -> Result<(u64, Value)> {
+        let status = status(host)?;
+        Ok((status["keeper_pid"].as_u64().context("no keeper")?, status["qemu_pid"].clone()))
+    };
+    let before = [kept(&site.a)?, kept(&site.b)?];
+    for blow in [
+        "systemctl restart understudy",
+        "systemctl kill --kill-whom=main --signal=KILL understudy",
+        "dpkg -i ./understudy_*.deb && systemctl restart understudy",
+    ] {
+        for host in [&site.a, &site.b] {
+            let process = host.call("systemctl show understudy -P MainPID -P ActiveState")?;
+            host.call(blow).with_context(|| blow.to_owned())?;
+            await_service(&client).with_context(|| blow.to_owned())?;
+            await_service_restart(host, &process).with_context(|| blow.to_owned())?;
+        }
+        wait_for("both daemons to find their keepers", LIMIT, || {
+            let [a, b] = [status(&site.a)?, status(&site.b)?];
+            let is_found = a["protection"]["state"] == "protected" && b["role"] == "backup";
+            Ok(is_found.then_some(()))
+        })
+        .with_context(|| blow.to_owned())?;
+        let now = [kept(&site.a)?, kept(&site.b)?];
+        ensure!(now == before, "after {blow}: {before:?} became {now:?}");
+    }
+    let events = site.a.call("understudy events --json")?;
+    ensure!(!events.contains("degraded"), "protection was lost: {events}");
+    end_in_order(&site, before[0].0, client)?;
+    // A keeper would outlive the package.
+    site.b.call("understudy vm stop db --force")?;
+    remove(&site.b)?;
+    drop(site);
+    let left = lab.leftovers()?;
+    ensure!(left.is_empty(), "{left}");
+    Ok(())
+}
+
+/// What an orderly shutdown of host-a does before its daemon, its network and its storage go.
+fn end_in_order(site: &Site, keeper: u64, client: RecordClient) -> Result<()> {
+    let unit = "understudy-keepers.service";
+    let order = site.a.call(&format!("systemctl show {unit} -P After"))?;
+    for earlier in ["understudy.service", "network-online.target", "remote-fs.target"] {
+        ensure!(
+            order.split_whitespace().any(|name| name == earlier),
+            "it ends after {earlier}: {order}"
+        );
+    }
+    site.a.call(&format!("systemctl stop {unit}"))?;
+    let status = status(&site.b)?;
+    ensure!(status["role"] == "primary" && status["takeover"]["planned"] == true, "{status}");
+    // It may back the VM up by now, in a keeper that is another one.
+    let left = site.a.call("pgrep -x understudy-keep || true")?;
+    ensure!(!left.lines().any(|pid| pid == keeper.to_string()), "its keeper is left: {left}");
+    site.a.call("systemctl is-active understudy")?;
+    await_service(&client)?;
+    close(client).map(drop)
 }
 
 /// What the service finds of its host, with the first process of it in view.
@@ -197,7 +302,9 @@ fn check_confinement(host: &Installed) -> Result<()> {
 
 /// systemd finds nothing wrong with the unit, and the daemon has the confinement that it asks for.
 fn check_unit(site: &Site) -> Result<()> {
-    let found = site.a.call("systemd-analyze verify --man=no understudy.service")?;
+    let found = site
+        .a
+        .call("systemd-analyze verify --man=no understudy.service understudy-keepers.service")?;
     ensure!(found.trim().is_empty(), "{found}");
     wait_for("the unit to have a status", LIMIT, || {
         let shown = site.a.call("systemctl show understudy -p Type -p NRestarts -p StatusText")?;
@@ -206,13 +313,13 @@ fn check_unit(site: &Site) -> Result<()> {
     })?;
     let delegated = site.a.call("systemctl show understudy -p Delegate -p DelegateControllers")?;
     ensure!(delegated == "Delegate=yes\nDelegateControllers=cpu memory pids\n", "{delegated}");
-    let protected = |line: &serde_json::Value| {
+    let protected = |line: &Value| {
         line["VM"] == "db"
             && line["MESSAGE"].as_str().is_some_and(|said| said.contains("protected"))
     };
     wait_for("the journal to have these fields", LIMIT, || {
         let logged = site.a.call("journalctl -u understudy VM=db -p info -o json --no-pager")?;
-        let lines: Vec<serde_json::Value> =
+        let lines: Vec<Value> =
             logged.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
         Ok(lines.iter().any(protected).then_some(()))
     })?;

@@ -2,7 +2,7 @@
 //! runs on without it.
 
 use crate::autostart::{await_coming_up, awaited, set_autostart};
-use crate::keepers::{begin, checkpoints, kept, signal_keeper, with_keepers};
+use crate::keepers::{begin, kept, signal_keeper, with_keepers};
 use crate::paths::{await_both_up, cut_the_one_in_use};
 use crate::peer::{hung_up, message, refusal_of, refusal_of_keeper};
 use crate::recover::lose;
@@ -20,48 +20,6 @@ use understudy_lab::companion::{COMPANION, Companion};
 use understudy_lab::scene::VM;
 use understudy_lab::{HostOptions, Scene, SceneOptions, wait_for};
 use understudy_protocol::wire::Kind;
-
-/// The daemon of the backup's host dies so many times, and nothing resynchronises or breaks. Then the
-/// primary's host dies while it is dead.
-fn play_deaths(deaths: usize) {
-    play(with_keepers(), |scene| {
-        scene.protected_guest("a", "b")?;
-        scene.shell()?.start("guest-tools dirty 2000 20")?;
-        let client = begin(scene)?;
-        let (primary, backup) = (kept(&scene.status("a")?)?, kept(&scene.status("b")?)?);
-        for _ in 0..deaths {
-            let committed = checkpoints(&scene.status("a")?)?;
-            scene.host_mut("b")?.kill_daemon()?;
-            await_service(&client)?;
-            let status = scene.await_protected("a", |_| ())?;
-            ensure!(kept(&status)? == primary, "another one: {status}");
-            ensure!(checkpoints(&status)? > committed, "no epoch without the daemon: {status}");
-            scene.revive("b")?;
-            let status = scene.status("b")?;
-            ensure!(kept(&status)? == backup, "another one: {status}");
-            ensure!(status["role"] == "backup", "{status}");
-        }
-        scene.host_mut("b")?.kill_daemon()?;
-        scene.host_mut("a")?.kill_everything()?;
-        // Nobody is there to be asked but the guest.
-        await_service(&client)?;
-        scene.revive("b")?;
-        let status = scene.await_live("b")?;
-        ensure!(kept(&status)?.keeper == backup.keeper, "another one: {status}");
-        prove_survival(scene, client, "b")
-    });
-}
-
-#[test]
-fn a_backups_daemon_dies_again_and_again_and_the_backup_takes_over_without_it() {
-    play_deaths(5);
-}
-
-#[test]
-#[ignore = "long: a hundred deaths; make test-long"]
-fn a_backups_daemon_dies_a_hundred_times_and_the_backup_takes_over_without_it() {
-    play_deaths(100);
-}
 
 #[test]
 fn what_was_taken_over_outlives_its_daemon_and_is_protected_back() {

@@ -18,6 +18,8 @@
 //! | [`idle`]    | many idle VMs: what each takes, and that all live on |
 //! | [`keepers`] | VMs in processes of their own, which outlive their daemon |
 //! | [`kept_members`] | what comes into such a process, and what does not |
+//! | [`kept_deaths`] | daemons that die again and again beside them |
+//! | [`kept_orders`] | what is said to one out of order |
 //! | [`replaced_keepers`] | keepers that are replaced while their guests run |
 //! | [`limits`]  | what one QEMU may use of its host |
 //! | [`upgrade`] | hosts of two versions |
@@ -125,8 +127,10 @@ mod inbound;
 mod installed;
 mod keepers;
 mod kept_backups;
+mod kept_deaths;
 mod kept_groups;
 mod kept_members;
+mod kept_orders;
 mod kept_starts;
 mod lazy;
 mod lease;

@@ -10,7 +10,7 @@ use crate::stage::{
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 use understudy_lab::scene::VM;
 use understudy_lab::{Scene, SceneOptions, wait_for};
@@ -46,10 +46,10 @@ fn stop(scene: &Scene) -> Result<()> {
     await_forgotten(scene, "a")
 }
 
-/// Waits until host a's guest is protected again, of which it says until then that it is not.
-fn await_protected_again(scene: &Scene) -> Result<()> {
+/// Waits until a host's guest is protected again, of which it says until then that it is not.
+pub fn await_protected_again(scene: &Scene, host: &str) -> Result<()> {
     wait_for("the guest to be protected again", LIMIT, || {
-        let known = scene.host("a")?.known(VM)?;
+        let known = scene.host(host)?.known(VM)?;
         Ok(known.filter(|status| protection(status).0 == "protected").map(drop))
     })
 }
@@ -62,7 +62,7 @@ fn a_protected_guests_keeper_is_replaced_twice_and_its_client_does_not_notice() 
         for _ in 0..2 {
             replace(scene)?;
             await_service(&client)?;
-            await_protected_again(scene)?;
+            await_protected_again(scene, "a")?;
             await_service(&client)?;
         }
         wait_for("the daemon to tell what the next keeper has done", LIMIT, || {
@@ -155,7 +155,7 @@ fn a_next_keeper_that_dies_before_the_last_has_left_changes_nothing() {
         await_service(&client)?;
         dying.no_more()?;
         replace(scene)?;
-        await_protected_again(scene)?;
+        await_protected_again(scene, "a")?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
     });
@@ -193,7 +193,7 @@ fn a_guest_whose_next_keeper_dies_is_taken_up_by_a_further_one_of_the_next_daemo
         await_service(&client)?;
         let now = answered(scene)?;
         ensure!(now.qemu == before.qemu && now.keeper != before.keeper, "{before:?}: {now:?}");
-        await_protected_again(scene)?;
+        await_protected_again(scene, "a")?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
     });
@@ -213,6 +213,110 @@ fn a_guest_that_stands_still_between_two_keepers_is_ended_by_its_operator() {
         scene.start_guest("a")?;
         scene.await_guest()?;
         stop(scene)
+    });
+}
+
+/// The guest stood still for good, and only the daemon's log told of the keepers that were started in vain.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_guest_that_no_keeper_of_this_release_understands_waits_for_another_release_which_is_said() {
+    let (other_release, options) = Dying::at("read-legacy").expect("a file");
+    play(options, |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let client = begin(scene)?;
+        let before = answered(scene)?;
+        let output = scene.host("a")?.cli(["upgrade", "--keepers", VM])?;
+        let words = String::from_utf8_lossy(&output.stdout).into_owned();
+        ensure!(words.contains("no keeper of this release can"), "{words}");
+        await_standstill(scene)?;
+        let way_out = format!("end it by `understudy vm stop {VM} --force`");
+        wait_for("host a to say what can be done", LIMIT, || {
+            let reason = scene.status("a")?["protection"]["reason"].to_string();
+            let events = scene.host("a")?.call(["events", "--json"])?;
+            let is_said = reason.contains(&way_out) && events.contains(&way_out);
+            Ok(is_said.then_some(()))
+        })?;
+        other_release.no_more()?;
+        restart_daemon(scene, "a")?;
+        await_service(&client)?;
+        let now = answered(scene)?;
+        ensure!(now.qemu == before.qemu && now.keeper != before.keeper, "{before:?}: {now:?}");
+        close(client)?;
+        stop(scene)
+    });
+}
+
+/// Its protection ended, the last keeper with it, and no further one ever went on with the guest.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_keeper_is_not_replaced_by_one_that_does_not_speak_with_the_agent_in_its_qemu() {
+    let (other_release, mut options) = Dying::at("of-later-agents").expect("a file");
+    let program = options.binary.clone();
+    let installed = Installed::new(&program, &mut options).expect("a copy of the program");
+    play(options, |scene| {
+        scene.protected_guest("a", "b")?;
+        let client = begin(scene)?;
+        let before = answered(scene)?;
+        installed.upgrade(&program)?;
+        restart_daemon(scene, "a")?;
+        let plan = scene.host("a")?.call(["upgrade", "--plan"])?;
+        ensure!(plan.contains("it cannot be replaced now: the next keeper would not"), "{plan}");
+        let words = refused(scene, "a", VM)?;
+        ensure!(words.contains("would not understand the agent in the QEMU"), "{words}");
+        ensure!(answered(scene)? == before, "another one");
+        let events = scene.host("a")?.call(["events", "--json"])?;
+        ensure!(!events.contains("while its keeper is replaced"), "protection ended: {events}");
+        scene.await_protected("a", |_| ())?;
+        await_service(&client)?;
+        other_release.no_more()?;
+        replace(scene)?;
+        await_protected_again(scene, "a")?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+/// For how long the guest stood still while its keeper was replaced so many times, in milliseconds, by the events.
+fn replace_again_and_again(scene: &Scene, times: usize, is_protected: bool) -> Result<Vec<u64>> {
+    let mut stood_still = Vec::new();
+    for _ in 0..times {
+        let before = answered(scene)?;
+        let said = scene.host("a")?.call(["upgrade", "--keepers", VM, "--json"])?;
+        let said: Value = serde_json::from_str(&said)?;
+        let still = said.pointer("/replaced/0/still_ms").and_then(Value::as_u64);
+        stood_still.push(still.with_context(|| format!("no time: {said}"))?);
+        let now = answered(scene)?;
+        ensure!(now.qemu == before.qemu && now.keeper != before.keeper, "{before:?}: {now:?}");
+        if is_protected {
+            await_protected_again(scene, "a")?;
+        }
+    }
+    stood_still.sort_unstable();
+    let (median, worst) = (stood_still[times / 2], stood_still[times - 1]);
+    let kind = if is_protected { "protected" } else { "unprotected" };
+    eprintln!(
+        "{kind}: the guest stood still for {median} ms at the median of {times}, {worst} at most: {stood_still:?}"
+    );
+    Ok(stood_still)
+}
+
+/// Prints what docs/SPECIFICATION.md has.
+#[test]
+#[ignore = "long: twenty replacements; make test-long"]
+fn a_keeper_is_replaced_twenty_times_and_it_is_told_how_long_the_guest_stood_still() {
+    play(with_keepers(), |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let client = begin(scene)?;
+        replace_again_and_again(scene, 10, false)?;
+        await_service(&client)?;
+        scene.protect("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+        replace_again_and_again(scene, 10, true)?;
+        await_service(&client)?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
     });
 }
 
@@ -248,42 +352,48 @@ fn a_keeper_is_not_replaced_where_that_would_lose_something() {
 }
 
 /// A program in a file of its own, that can be replaced as a package is upgraded.
-struct Installed(TempDir);
+pub struct Installed(TempDir);
 
 impl Installed {
-    fn new(options: &mut SceneOptions) -> Result<Installed> {
-        let directory = tempfile::tempdir()?;
-        let built = &options.binary;
-        let agent = built.with_file_name("libunderstudy_agent.so");
-        for file in [built, &agent] {
-            let name = file.file_name().context("a path without a name")?;
-            fs::copy(file, directory.path().join(name))?;
-        }
-        options.binary = directory.path().join(built.file_name().context("no name")?);
-        Ok(Installed(directory))
+    /// Installs a program, with the agent's library beside it, for all daemons of a scene.
+    pub fn new(program: &Path, options: &mut SceneOptions) -> Result<Installed> {
+        let installed = Installed(tempfile::tempdir()?);
+        installed.upgrade(program)?;
+        options.binary = installed.0.path().join(program.file_name().context("no name")?);
+        Ok(installed)
     }
 
-    fn upgrade(&self, options: &SceneOptions) -> Result<()> {
-        let fresh = self.0.path().join("fresh");
-        fs::copy(&options.binary, &fresh)?;
-        Ok(fs::rename(fresh, &options.binary)?)
+    /// Puts another program in the place of the one that was there; who runs that is not told.
+    pub fn upgrade(&self, program: &Path) -> Result<()> {
+        for file in [program.to_owned(), program.with_file_name("libunderstudy_agent.so")] {
+            let fresh = self.0.path().join("fresh");
+            fs::copy(&file, &fresh)?;
+            fs::rename(fresh, self.0.path().join(file.file_name().context("no name")?))?;
+        }
+        Ok(())
     }
+}
+
+/// The daemon of a host is another program from now on; its keepers run on.
+pub fn restart_daemon(scene: &mut Scene, host: &str) -> Result<()> {
+    scene.host_mut(host)?.kill_daemon()?;
+    scene.revive(host)
 }
 
 #[test]
 fn after_an_upgrade_the_plan_tells_which_keepers_run_another_program_and_they_are_replaced() {
     let mut options = with_keepers();
-    let installed = Installed::new(&mut options).expect("a copy of the program");
-    play(options.clone(), |scene| {
+    let program = options.binary.clone();
+    let installed = Installed::new(&program, &mut options).expect("a copy of the program");
+    play(options, |scene| {
         scene.start_guest("a")?;
         scene.await_guest()?;
         let client = begin(scene)?;
         let before = answered(scene)?;
         let words = scene.host("a")?.call(["upgrade", "--keepers"])?;
         ensure!(words.contains("all keepers run the daemon's program"), "{words}");
-        installed.upgrade(&options)?;
-        scene.host_mut("a")?.kill_daemon()?;
-        scene.revive("a")?;
+        installed.upgrade(&program)?;
+        restart_daemon(scene, "a")?;
         let plan: Value =
             serde_json::from_str(&scene.host("a")?.call(["upgrade", "--plan", "--json"])?)?;
         let keeper = &plan["vms"][0]["keeper"];

@@ -1,5 +1,7 @@
 //! Hosts of two versions: the one before this is built from its commit, and both protect VMs to each other.
 
+use crate::keepers::{kept, with_keepers};
+use crate::replaced_keepers::{Installed, await_protected_again, restart_daemon};
 use crate::stage::{
     self, Calm, LIMIT, PACE, await_service, close, daemon, options, play, play_protected,
     prove_survival,
@@ -14,6 +16,8 @@ use understudy_lab::{HostOptions, RecordClient, Scene, SceneOptions, wait_for};
 
 /// The last commit that speaks wire version 17 alone.
 const PREVIOUS: &str = "7814159";
+/// The last one whose keepers leave QEMUs with version 8 of the agent, and do not say so.
+const PREVIOUS_KEEPERS: &str = "3007229";
 
 /// The repository that this is built from.
 fn repository() -> PathBuf {
@@ -26,45 +30,46 @@ fn git(arguments: &[&str]) -> Result<std::process::Output> {
     git.output().with_context(|| format!("cannot run {git:?}"))
 }
 
-/// The previous version's program, built if it is not there; none where its commit is not.
-fn previous() -> Result<Option<PathBuf>> {
-    let commit = format!("{PREVIOUS}^{{commit}}");
-    if !git(&["rev-parse", "--verify", "--quiet", &commit])?.status.success() {
+/// The program of a commit, built if it is not there; none where the commit is not.
+fn program_of(commit: &str) -> Result<Option<PathBuf>> {
+    let found = format!("{commit}^{{commit}}");
+    if !git(&["rev-parse", "--verify", "--quiet", &found])?.status.success() {
         return Ok(None);
     }
-    let target = repository().join("target/previous");
-    std::fs::create_dir_all(&target)?;
-    let target = target.canonicalize()?;
-    let source = target.join(PREVIOUS);
+    let previous = repository().join("target/previous");
+    std::fs::create_dir_all(&previous)?;
+    let source = previous.canonicalize()?.join(commit);
     if !source.join("Cargo.toml").exists() {
         std::fs::create_dir_all(&source)?;
-        let archive = target.join("source.tar");
-        let output = ["archive", PREVIOUS, "--output", &archive.to_string_lossy()];
-        let archived = git(&output)?;
+        let archive = source.with_extension("tar");
+        let archived = git(&["archive", commit, "--output", &archive.to_string_lossy()])?;
         ensure!(archived.status.success(), "{archived:?}");
         stage::run("tar", &["-xf", &archive.to_string_lossy(), "-C", &source.to_string_lossy()])?;
     }
     let mut cargo = Command::new(env!("CARGO"));
-    cargo.current_dir(&source).env("CARGO_TARGET_DIR", target.join("built"));
+    // Of two commits in one directory cargo would take the one's crates for the other's.
+    cargo.current_dir(&source).env("CARGO_TARGET_DIR", source.join("target"));
     cargo.args(["build", "--quiet", "--locked", "--profile", "checks"]);
     cargo.args(["-p", "understudy", "-p", "understudy-agent"]);
     let built = cargo.status().with_context(|| format!("cannot run {cargo:?}"))?;
-    ensure!(built.success(), "the previous version does not build: {built}");
-    Ok(Some(target.join("built/checks").join(format!("understudy{EXE_SUFFIX}"))))
+    ensure!(built.success(), "commit {commit} does not build: {built}");
+    Ok(Some(source.join("target/checks").join(format!("understudy{EXE_SUFFIX}"))))
+}
+
+/// Plays a story with the program of a commit, if it is to be had.
+fn with_program_of(commit: &str, story: impl FnOnce(&Path)) {
+    match program_of(commit) {
+        Ok(Some(program)) => story(&program),
+        Ok(None) => eprintln!("SKIPPED: this checkout does not have the commit {commit}"),
+        Err(error) => panic!("{error:#}"),
+    }
 }
 
 /// Plays a story with the previous version's program.
 fn with_previous(story: impl FnOnce(&mut Scene, &Path) -> Result<()>) {
-    let previous = match previous() {
-        Ok(Some(previous)) => previous,
-        Ok(None) => {
-            return eprintln!("SKIPPED: this checkout does not have the commit {PREVIOUS}");
-        }
-        Err(error) => panic!("{error:#}"),
-    };
     // Fail points are not the previous version's: guests boot.
     let options = SceneOptions { booted: false, ..options().calm() };
-    play(options, |scene| story(scene, &previous));
+    with_program_of(PREVIOUS, |previous| play(options, |scene| story(scene, previous)));
 }
 
 /// The version of host `host`'s daemon is another one from now on; its VMs were handed over before.
@@ -164,6 +169,58 @@ fn a_host_with_keepers_and_one_of_the_previous_version_protect_each_other() {
         ensure!(status["keeper_pid"].is_null(), "in a keeper, unasked: {status}");
         scene.host_mut("b")?.kill_everything()?;
         prove_survival(scene, client, "a")
+    });
+}
+
+/// Keepers that were started by an older program, under this one's daemons: what they run, and back up, is told,
+/// protected, handed over and taken over, and goes on in keepers of this program.
+#[test]
+#[ignore = "long: builds an older version, some minutes; `make test-long`"]
+fn keepers_of_an_older_program_go_on_under_this_ones_daemons_and_are_replaced() {
+    let mut options = SceneOptions { booted: false, ..with_keepers() };
+    let program = options.binary.clone();
+    with_program_of(PREVIOUS_KEEPERS, |previous| {
+        let installed = Installed::new(previous, &mut options).expect("a copy of the program");
+        play(options, |scene| {
+            scene.protected_guest("a", "b")?;
+            let client = scene.record_client(PACE)?;
+            await_service(&client)?;
+            let [old_primary, old_backup] =
+                [kept(&scene.status("a")?)?, kept(&scene.status("b")?)?];
+            installed.upgrade(&program)?;
+            for host in ["a", "b"] {
+                restart_daemon(scene, host)?;
+            }
+            ensure!(kept(&scene.await_protected("a", |_| ())?)? == old_primary, "another one");
+            ensure!(kept(&scene.status("b")?)? == old_backup, "another one");
+            await_service(&client)?;
+
+            // From the one older keeper to the other, which is protected by a keeper of this program.
+            hand_over(scene, &client, "a", "b")?;
+            ensure!(kept(&scene.status("b")?)?.keeper == old_backup.keeper, "another one");
+            protect(scene, "b", "a")?;
+            restart_daemon(scene, "b")?;
+            await_service(&client)?;
+            scene.await_protected("b", |_| ())?;
+            let plan = scene.host("b")?.call(["upgrade", "--plan"])?;
+            ensure!(plan.contains("`understudy upgrade --keepers` replaces it"), "{plan}");
+
+            // What it leaves is understood, the older agent in its QEMU too.
+            let words = scene.host("b")?.call(["upgrade", "--keepers"])?;
+            let told = format!("{VM}: keeper {} is replaced by", old_backup.keeper);
+            ensure!(words.contains(&told), "not {told:?}: {words}");
+            await_protected_again(scene, "b")?;
+            let now = kept(&scene.status("b")?)?;
+            ensure!(now.qemu == old_backup.qemu && now.keeper != old_backup.keeper, "{now:?}");
+            await_service(&client)?;
+
+            // And left once more by a keeper of this program.
+            scene.host("b")?.call(["upgrade", "--keepers", VM])?;
+            await_service(&client)?;
+            await_protected_again(scene, "b")?;
+            scene.host_mut("b")?.kill_everything()?;
+            prove_survival(scene, client, "a")
+        });
     });
 }
 
