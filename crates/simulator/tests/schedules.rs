@@ -11,12 +11,13 @@ fn broken_by(mutant: Mutant) -> &'static str {
     use DriverMutant::*;
     match mutant {
         Mutant::Core(mutant) => match mutant {
-            ReleaseEarly | LeaveWithoutWord | EntitledTooLate => "output commit",
+            ReleaseEarly | LeaveWithoutWord | EntitledTooLate | StartWhatWasReturned => {
+                "output commit"
+            }
             ReleaseAfterStall
             | SilenceIsGrant
             | SkipArbiter
             | SilenceIsGrantToBackup
-            | StartWhatWasReturned
             | LeaseFromAnswer
             | LeaseWithoutEnd
             | MovedIsOwn
