@@ -51,6 +51,8 @@ pub(crate) struct Recovery {
     pub(crate) record: Record,
     /// The newest generation that anybody knows of.
     newest: Generation,
+    /// The operator wants these images, which may not be the valid ones.
+    insisted: bool,
 }
 
 impl Host {
@@ -113,7 +115,8 @@ impl Host {
             return Ok(inquiry.report(name, &judge(&inquiry.evidence())));
         }
         let newly_silent = inquiry.newly_silent(&self.config.name, awaited.as_ref());
-        let Recovery { mut report, record, newest } = self.recovery(name, &request, inquiry)?;
+        let Recovery { mut report, record, newest, insisted } =
+            self.recovery(name, &request, inquiry)?;
         if let Some(contender) = newly_silent {
             return conflict(format!(
                 "{contender} may run {name}, and fell silent just now: ask again, so that this host \
@@ -124,7 +127,7 @@ impl Host {
         self.check_free(&record.definition)?;
         let definition = record.definition.clone();
         let lease = awaited.and_then(|awaited| awaited.lease);
-        let past = Past::of(Some(record), newest).after(lease).wanting(wish);
+        let past = Past::of(Some(record), newest).insisted(insisted).after(lease).wanting(wish);
         report.status = Some(self.boot(definition, past)?);
         Ok(report)
     }
@@ -157,9 +160,11 @@ impl Host {
             ));
         }
         let here = &self.config.name;
+        let mut insisted = false;
         match &finding {
             Finding::Valid { host, .. } if host == here => {}
             _ if request.force => {
+                insisted = true;
                 warn!(vm = %name, "starting on this host's images as the operator insists");
                 report.reason = format!("forced onto host {here}'s images; {}", report.reason);
             }
@@ -192,7 +197,7 @@ impl Host {
         }
         self.check_tpm(&record)?;
         let newest = known.max(record.image.generation);
-        Ok(Recovery { report, record, newest })
+        Ok(Recovery { report, record, newest, insisted })
     }
 
     /// Refuses a VM that would begin with another TPM than it had: what a guest has locked with that it

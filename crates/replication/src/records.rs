@@ -119,7 +119,7 @@ impl Records {
 
     /// A record of this host's, to be written.
     pub fn of(&self, role: ImageRole, generation: Generation, definition: &VmDefinition) -> Record {
-        let image = ImageRecord { host: self.host.clone(), role, generation };
+        let image = ImageRecord { host: self.host.clone(), role, generation, claimed_from: None };
         Record {
             image,
             peer: None,
