@@ -202,7 +202,11 @@ impl World {
             Ending::Failed(_, why) => {
                 self.violation(format!("{host} keeps a VM that it cannot run: {why}"));
             }
-            Ending::Discarded | Ending::Returned(_) => self.discard(host, id),
+            Ending::Discarded => self.discard(host, id),
+            Ending::Returned(_) => {
+                self.note_returned(host);
+                self.discard(host, id);
+            }
         }
     }
 

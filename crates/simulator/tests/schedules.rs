@@ -52,6 +52,7 @@ fn broken_by(mutant: Mutant) -> &'static str {
             AckBeforeStaged | LoseBarrier => "output commit",
             ApplyPartialEpoch => "is not at the boundary",
             OpenBeforeRecord => "image is the valid one, but",
+            ReturnedMirrorRan => "image is valid, named is",
         },
     }
 }
