@@ -6,7 +6,7 @@ mod inquiry;
 use crate::admission::LOST;
 use crate::boot::Past;
 use crate::host::Host;
-use crate::lease::{Awaited, Contender};
+use crate::lease::Awaited;
 use crate::repair::Wish;
 use crate::vm::Vm;
 use serde::{Deserialize, Serialize};
@@ -286,19 +286,22 @@ impl Host {
 
     /// What the owner of a VM, by the arbiter's word, does with it.
     pub(crate) fn ask_owner(&self, vm: &VmName) -> OwnersWord {
-        let (ArbiterWord::Says(Some(Ownership { host: Some(owner), generation })), _) =
-            self.ask_arbiter(vm)
-        else {
-            return OwnersWord::Idle;
+        let (owner, generation) = match self.ask_arbiter(vm) {
+            (ArbiterWord::Silent, why) if self.arbiter.is_some() => {
+                return OwnersWord::Unknown(why);
+            }
+            (ArbiterWord::Says(Some(Ownership { host: Some(owner), generation })), _)
+                if owner != self.config.name =>
+            {
+                (owner, generation)
+            }
+            _ => return OwnersWord::Idle(None),
         };
-        if owner == self.config.name {
-            return OwnersWord::Idle;
-        }
         let addresses = self.known_hosts().remove(&owner);
         match addresses.map(|addresses| self.ask(&owner, &addresses, vm)) {
             Some(Ok(ImagesAnswer { busy: Some(busy), .. })) => OwnersWord::Busy(owner, busy),
-            Some(Ok(_)) => OwnersWord::Idle,
-            Some(Err(_)) | None => OwnersWord::Silent(Contender::Owner(owner, generation)),
+            Some(Ok(_)) => OwnersWord::Idle(Some(owner)),
+            Some(Err(_)) | None => OwnersWord::Silent(owner, generation),
         }
     }
 
@@ -324,12 +327,14 @@ impl Host {
 
 /// What another host, which owns a VM, does with it.
 pub(crate) enum OwnersWord {
-    /// Nothing; or nobody, or this host, owns it.
-    Idle,
+    /// Nothing; none if nobody owns it, or this host does, or there is no arbiter.
+    Idle(Option<HostName>),
     /// This.
     Busy(HostName, String),
-    /// It does not answer.
-    Silent(Contender),
+    /// It does not answer, and owns it at this generation.
+    Silent(HostName, Generation),
+    /// Who owns it the arbiter does not say, for this reason.
+    Unknown(String),
 }
 
 fn conflict<T>(message: String) -> Result<T, HostError> {
