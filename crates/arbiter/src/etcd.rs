@@ -134,11 +134,6 @@ impl Etcd {
         self.call("kv/put", &body).map(drop)
     }
 
-    /// Removes a key, if it is there.
-    pub fn remove(&self, key: &str) -> anyhow::Result<()> {
-        self.call("kv/deleterange", &json!({ "key": self.encode(key) })).map(drop)
-    }
-
     fn encode(&self, key: &str) -> String {
         BASE64_STANDARD.encode(format!("{}{key}", self.prefix))
     }

@@ -1,7 +1,8 @@
 //! The `etcd` arbiter: the record of a key is the value of `PREFIX/owners/KEY`,
 //! changed by a transaction that compares the revision that was read. Which
 //! arbiter it is stands in `PREFIX/identity`, made in the same way. `PREFIX/leases/KEY/GENERATION`
-//! is the owner's last proof that it lives.
+//! is the owner's last proof that it lives, changed by such transactions, too, and `null` once it is withdrawn: a
+//! request that an endpoint did not answer may be carried out at any later time.
 
 use crate::arbiter::{judge, judge_hand_back, stands};
 use crate::etcd::{Entry, Etcd};
@@ -61,16 +62,48 @@ impl EtcdArbiter {
 
     /// The last renewal of the lease of that generation's owner.
     pub fn renewal(&self, key: Key<'_>, of: Generation) -> Result<Option<Renewal>, Unreachable> {
-        let entry: Option<Entry<Renewal>> = self.etcd.get(&lease(key, of)).map_err(unanswered)?;
-        Ok(entry.map(|entry| entry.value))
+        Ok(self.read_lease(key, of)?.and_then(|entry| entry.value))
     }
 
     pub fn renew(&self, key: Key<'_>, of: Generation, to: &Renewal) -> Result<(), Unreachable> {
-        self.etcd.put(&lease(key, of), to, None).map_err(unanswered)
+        self.write_lease(key, of, Some(to))
     }
 
     pub fn withdraw(&self, key: Key<'_>, of: Generation) -> Result<(), Unreachable> {
-        self.etcd.remove(&lease(key, of)).map_err(unanswered)
+        self.write_lease(key, of, None)
+    }
+
+    fn read_lease(
+        &self,
+        key: Key<'_>,
+        of: Generation,
+    ) -> Result<Option<Entry<Option<Renewal>>>, Unreachable> {
+        self.etcd.get(&lease(key, of)).map_err(unanswered)
+    }
+
+    /// Makes a new revision of a lease in any case: whatever was asked for before, and not answered, comes to
+    /// nothing from then on.
+    fn write_lease(
+        &self,
+        key: Key<'_>,
+        of: Generation,
+        to: Option<&Renewal>,
+    ) -> Result<(), Unreachable> {
+        let mut tried = false;
+        for _ in 0..TRIES {
+            let seen = self.read_lease(key, of)?;
+            let is_done = seen.as_ref().is_some_and(|entry| entry.value.as_ref() == to);
+            if tried && is_done {
+                // Carried out, and the answer was lost.
+                return Ok(());
+            }
+            let revision = seen.map_or(0, |entry| entry.revision);
+            if self.etcd.swap(&lease(key, of), revision, &to).map_err(unanswered)? {
+                return Ok(());
+            }
+            tried = true;
+        }
+        Err(Unreachable(format!("the lease of {key} kept changing")))
     }
 
     pub fn identity(&self) -> Result<Option<ArbiterId>, Unreachable> {

@@ -2,7 +2,7 @@
 
 use crate::admission::open_disks;
 use crate::closing::StillOn;
-use crate::host::{Host, failed};
+use crate::host::{Host, failed, internal};
 use crate::lease::FormerLease;
 use crate::lifecycle::check_stays;
 use crate::medium;
@@ -35,6 +35,8 @@ const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(30);
 pub(crate) struct Past {
     /// The newest generation known of it.
     newest: Generation,
+    /// Its images may be older than another host's: its operator insists on them.
+    insisted: bool,
     /// What is on record of the images that it starts on.
     record: Option<Record>,
     /// A host that has a copy of it, or had one.
@@ -52,9 +54,19 @@ impl Past {
         Past { newest, record, peer, ..Past::default() }
     }
 
+    /// That of a VM which starts on images from elsewhere, and of which that host may have a copy.
+    pub fn beside(peer: Option<HostName>) -> Past {
+        Past { peer, ..Past::default() }
+    }
+
     /// The same after the wait for its former owner.
     pub fn after(self, lease: Option<FormerLease>) -> Past {
         Past { lease, ..self }
+    }
+
+    /// The same if its operator insists on images that may not be the newest.
+    pub fn insisted(self, insisted: bool) -> Past {
+        Past { insisted, ..self }
     }
 
     /// The same of a VM that is to be protected like this.
@@ -172,7 +184,11 @@ impl Host {
         let machine = self.launch(plan).map_err(|error| failed("cannot start the VM", &error))?;
         sync_images(&machine).map_err(|error| failed("cannot start the VM", &error))?;
         // Everything works: only now the arbiter's record changes.
+        self.note_claim(&name, &past)?;
         let generation = self.take_ownership(&name, past.newest)?;
+        fail::fail_point!("claimed", |_| {
+            Err(failed("cannot start the VM", &anyhow::anyhow!("a test says so")))
+        });
         past.lease.as_ref().map_or(Ok(()), |lease| self.check_former(&name, lease))?;
         self.note_active(&machine, generation, &past, &run_dir)?;
         machine.settle_tpm().map_err(|error| failed("cannot start the VM", &error))?;
@@ -183,6 +199,16 @@ impl Host {
         machine.ensure_running().map_err(|error| failed("cannot start the guest", &error))?;
         vm.events.record(EventKind::Started);
         Ok(Vm::Primary(vm).status())
+    }
+
+    /// Notes that this host, whose images are the newest, is about to claim the VM: should nothing come of it they
+    /// still are.
+    fn note_claim(&self, name: &VmName, past: &Past) -> Result<(), HostError> {
+        if past.insisted || self.arbiter.is_none() {
+            return Ok(());
+        }
+        let claim = |record: &mut Record| record.image.claimed_from = Some(past.newest);
+        self.records.change(name, claim).map_err(internal)
     }
 
     /// How a QEMU of this host records, from now on.

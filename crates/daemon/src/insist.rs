@@ -97,7 +97,6 @@ fn check_no_mirror(definition: &VmDefinition, former: Option<&Record>) -> Result
 #[cfg(test)]
 mod tests {
     use super::*;
-    use understudy_protocol::validity::ImageRecord;
     use understudy_protocol::{Ownership, literal};
 
     #[test]
@@ -107,9 +106,9 @@ mod tests {
         )
         .unwrap();
         let record = |role| {
-            let image = ImageRecord { host: literal("b"), role, generation: Generation(3) };
-            let records = understudy_replication::records::Records::new("/s".as_ref(), &image.host);
-            Record { image: image.clone(), ..records.of(role, image.generation, &definition) }
+            let records =
+                understudy_replication::records::Records::new("/s".as_ref(), &literal("b"));
+            records.of(role, Generation(3), &definition)
         };
         for role in [ImageRole::Mirror, ImageRole::Syncing] {
             let refused = check_no_mirror(&definition, Some(&record(role))).unwrap_err();

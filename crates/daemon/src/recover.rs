@@ -6,7 +6,7 @@ mod inquiry;
 use crate::admission::LOST;
 use crate::boot::Past;
 use crate::host::Host;
-use crate::lease::{Awaited, Contender};
+use crate::lease::Awaited;
 use crate::repair::Wish;
 use crate::vm::Vm;
 use serde::{Deserialize, Serialize};
@@ -51,6 +51,8 @@ pub(crate) struct Recovery {
     pub(crate) record: Record,
     /// The newest generation that anybody knows of.
     newest: Generation,
+    /// The operator wants these images, which may not be the valid ones.
+    insisted: bool,
 }
 
 impl Host {
@@ -113,7 +115,8 @@ impl Host {
             return Ok(inquiry.report(name, &judge(&inquiry.evidence())));
         }
         let newly_silent = inquiry.newly_silent(&self.config.name, awaited.as_ref());
-        let Recovery { mut report, record, newest } = self.recovery(name, &request, inquiry)?;
+        let Recovery { mut report, record, newest, insisted } =
+            self.recovery(name, &request, inquiry)?;
         if let Some(contender) = newly_silent {
             return conflict(format!(
                 "{contender} may run {name}, and fell silent just now: ask again, so that this host \
@@ -124,7 +127,7 @@ impl Host {
         self.check_free(&record.definition)?;
         let definition = record.definition.clone();
         let lease = awaited.and_then(|awaited| awaited.lease);
-        let past = Past::of(Some(record), newest).after(lease).wanting(wish);
+        let past = Past::of(Some(record), newest).insisted(insisted).after(lease).wanting(wish);
         report.status = Some(self.boot(definition, past)?);
         Ok(report)
     }
@@ -157,9 +160,11 @@ impl Host {
             ));
         }
         let here = &self.config.name;
+        let mut insisted = false;
         match &finding {
             Finding::Valid { host, .. } if host == here => {}
             _ if request.force => {
+                insisted = true;
                 warn!(vm = %name, "starting on this host's images as the operator insists");
                 report.reason = format!("forced onto host {here}'s images; {}", report.reason);
             }
@@ -192,7 +197,7 @@ impl Host {
         }
         self.check_tpm(&record)?;
         let newest = known.max(record.image.generation);
-        Ok(Recovery { report, record, newest })
+        Ok(Recovery { report, record, newest, insisted })
     }
 
     /// Refuses a VM that would begin with another TPM than it had: what a guest has locked with that it
@@ -281,19 +286,22 @@ impl Host {
 
     /// What the owner of a VM, by the arbiter's word, does with it.
     pub(crate) fn ask_owner(&self, vm: &VmName) -> OwnersWord {
-        let (ArbiterWord::Says(Some(Ownership { host: Some(owner), generation })), _) =
-            self.ask_arbiter(vm)
-        else {
-            return OwnersWord::Idle;
+        let (owner, generation) = match self.ask_arbiter(vm) {
+            (ArbiterWord::Silent, why) if self.arbiter.is_some() => {
+                return OwnersWord::Unknown(why);
+            }
+            (ArbiterWord::Says(Some(Ownership { host: Some(owner), generation })), _)
+                if owner != self.config.name =>
+            {
+                (owner, generation)
+            }
+            _ => return OwnersWord::Idle(None),
         };
-        if owner == self.config.name {
-            return OwnersWord::Idle;
-        }
         let addresses = self.known_hosts().remove(&owner);
         match addresses.map(|addresses| self.ask(&owner, &addresses, vm)) {
             Some(Ok(ImagesAnswer { busy: Some(busy), .. })) => OwnersWord::Busy(owner, busy),
-            Some(Ok(_)) => OwnersWord::Idle,
-            Some(Err(_)) | None => OwnersWord::Silent(Contender::Owner(owner, generation)),
+            Some(Ok(_)) => OwnersWord::Idle(Some(owner)),
+            Some(Err(_)) | None => OwnersWord::Silent(owner, generation),
         }
     }
 
@@ -319,12 +327,14 @@ impl Host {
 
 /// What another host, which owns a VM, does with it.
 pub(crate) enum OwnersWord {
-    /// Nothing; or nobody, or this host, owns it.
-    Idle,
+    /// Nothing; none if nobody owns it, or this host does, or there is no arbiter.
+    Idle(Option<HostName>),
     /// This.
     Busy(HostName, String),
-    /// It does not answer.
-    Silent(Contender),
+    /// It does not answer, and owns it at this generation.
+    Silent(HostName, Generation),
+    /// Who owns it the arbiter does not say, for this reason.
+    Unknown(String),
 }
 
 fn conflict<T>(message: String) -> Result<T, HostError> {

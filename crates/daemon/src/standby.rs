@@ -227,9 +227,7 @@ fn end(
             host.events.of(name).record(EventKind::StoodDown);
         }
         Outcome::Returned { reason } => {
-            if let Err(error) =
-                host.records.change(name, |record| record.image.role = ImageRole::Stale)
-            {
+            if let Err(error) = host.records.note_returned(name) {
                 warn!(vm = %name, "{error}");
             }
             host.vms.lock().remove(name);

@@ -49,7 +49,7 @@ impl Etcd {
     }
 
     /// The URL at which a host reaches it.
-    pub(crate) fn endpoint(lab: &Lab, host: &str) -> Result<String> {
+    pub fn endpoint(lab: &Lab, host: &str) -> Result<String> {
         let index = lab.hosts().iter().position(|other| other == host);
         let index = index.with_context(|| format!("no host `{host}` in this laboratory"))?;
         Ok(format!("http://{}:{CLIENT_PORT}", address(index, 1)))

@@ -150,6 +150,11 @@ impl Backup {
         self.generation
     }
 
+    /// Whether [`BackupEvent::Starts`] would let the guest run.
+    pub fn may_start(&self) -> bool {
+        self.phase == BackupPhase::Live || planted!(StartWhatWasReturned)
+    }
+
     /// Whether the guest may run here: from [`BackupEvent::Starts`] on.
     pub fn may_run(&self) -> bool {
         self.starts
@@ -185,9 +190,7 @@ impl Backup {
             BackupEvent::Fitness(ailment) => {
                 self.unfit = ailment.is_some() && !planted!(ContestUnfit);
             }
-            BackupEvent::Starts => {
-                self.starts |= self.phase == BackupPhase::Live || planted!(StartWhatWasReturned);
-            }
+            BackupEvent::Starts => self.starts |= self.may_start(),
             BackupEvent::NotStarted(reason) => {
                 if self.phase == BackupPhase::Live {
                     self.hand_back(reason, actions);

@@ -41,9 +41,18 @@ pub struct ImageRecord {
     /// The generation of ownership at which the guest last ran on them; of a mirror, the
     /// generation of its primary.
     pub generation: Generation,
+    /// These images were the newest when the VM was about to be claimed here from this generation.
+    /// What came of it is in `generation`, if the guest ran.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub claimed_from: Option<Generation>,
 }
 
 impl ImageRecord {
+    /// The newest generation up to which nobody else has run the guest since it ran on these images.
+    fn newest_until(&self) -> Generation {
+        self.generation.max(self.claimed_from.unwrap_or_default())
+    }
+
     /// The generation at which the guest ran on these images, if it ever did.
     pub fn ran_at(&self) -> Option<Generation> {
         match self.role {
@@ -106,19 +115,21 @@ pub enum Finding {
 
 /// Finds the images that the guest ran on last.
 pub fn judge(evidence: &Evidence) -> Finding {
-    let ran = |record: &ImageRecord| record.ran_at().map(|at| (at, record.host.clone()));
-    let mut candidates: Vec<_> = evidence.records.iter().filter_map(ran).collect();
-    candidates.sort();
-    let Some((generation, host)) = candidates.pop() else {
+    let ran = |record: &&ImageRecord| record.ran_at().is_some();
+    let mut candidates: Vec<&ImageRecord> = evidence.records.iter().filter(ran).collect();
+    candidates.sort_by_key(|record| (record.generation, &record.host));
+    let Some(newest) = candidates.pop() else {
         return Finding::Undecided(nobody_ran_it(evidence));
     };
-    if let Some((_, other)) = candidates.pop().filter(|(at, _)| *at == generation) {
+    let (generation, host) = (newest.generation, newest.host.clone());
+    if let Some(other) = candidates.pop().filter(|other| other.generation == generation) {
+        let other = &other.host;
         return Finding::Undecided(format!(
             "hosts {other} and {host} both claim to have run it at generation {generation}: one of \
              the records is a copy, or the VM ran without an arbiter on both"
         ));
     }
-    match newer_possible(evidence, &host, generation) {
+    match newer_possible(evidence, newest) {
         Newer::No(why) => Finding::Valid { host, generation, why },
         Newer::Perhaps(why) => Finding::Undecided(format!(
             "the newest images found are host {host}'s, of generation {generation}, but {why}"
@@ -131,9 +142,10 @@ enum Newer {
     Perhaps(String),
 }
 
-/// Whether some host may have run the guest after `host` did at `generation`.
-fn newer_possible(evidence: &Evidence, host: &HostName, generation: Generation) -> Newer {
-    let ran = format!("host {host} ran it at generation {generation}");
+/// Whether some host may have run the guest after it ran on these images.
+fn newer_possible(evidence: &Evidence, images: &ImageRecord) -> Newer {
+    let (host, until) = (&images.host, images.newest_until());
+    let ran = format!("host {host} ran it at generation {}", images.generation);
     let ArbiterWord::Says(ownership) = &evidence.arbiter else {
         return match evidence.silent.as_slice() {
             _ if planted!(ConcludeFromSilence) => Newer::No(ran),
@@ -145,14 +157,19 @@ fn newer_possible(evidence: &Evidence, host: &HostName, generation: Generation) 
         };
     };
     let newest = evidence.arbiter.generation();
-    if generation >= newest {
+    if until >= newest {
         return Newer::No(format!("{ran}, the newest that the arbiter knows"));
     }
     let owner = ownership.as_ref().and_then(|owner| owner.host.as_ref());
     // Only the owners of the generations in between can have run it since.
-    if generation.next() == newest {
+    if until.next() == newest {
         match owner {
             None => return Newer::No(format!("{ran}, and {} since", how_it_ended(evidence, host))),
+            Some(owner) if owner == host && until > images.generation => {
+                return Newer::No(format!(
+                    "{ran}, and claimed it for a start at generation {newest} that came to nothing"
+                ));
+            }
             Some(owner) if owner == host => {
                 return Newer::No(format!(
                     "{ran}, and went on with it alone at generation {newest}"
@@ -266,7 +283,7 @@ pub fn may_start(
         }
     }
     let newest = ownership.map_or(Generation(0), |owner| owner.generation);
-    if newest > generation.next() {
+    if newest > own.newest_until().next() {
         return Err(format!(
             "its images on host {host} are stale: they are of generation {generation}, and the \
              arbiter knows generation {newest}"

@@ -9,7 +9,7 @@ fn name(text: &str) -> HostName {
 }
 
 fn record(host: &str, role: ImageRole, generation: u64) -> ImageRecord {
-    ImageRecord { host: name(host), role, generation: Generation(generation) }
+    ImageRecord { host: name(host), role, generation: Generation(generation), claimed_from: None }
 }
 
 fn owned_by(host: Option<&str>, generation: u64) -> ArbiterWord {
@@ -75,6 +75,31 @@ fn a_fresh_start_wants_the_newest_images() {
     }
 }
 
+// Before, its images counted as stale, and nothing was certain while one host was silent.
+#[test]
+fn a_start_that_was_claimed_and_came_to_nothing_makes_no_images_stale() {
+    let claimed = |from| ImageRecord {
+        claimed_from: Some(Generation(from)),
+        ..record("a", ImageRole::Cut, 1)
+    };
+    let may = |from, host, at| {
+        let owner = Ownership { host: Some(name(host)), generation: Generation(at) };
+        may_start(&name("a"), Some(&claimed(from)), Some(&owner)).is_ok()
+    };
+    // At the arbiter the last start came to its claim, or did not.
+    for (from, at) in [(2, 3), (3, 3), (3, 4)] {
+        assert!(may(from, "a", at));
+        let found = judge(&evidence(vec![claimed(from)], &["b"], owned_by(Some("a"), at)));
+        assert!(matches!(found, Finding::Valid { .. }), "{found:?}");
+        assert!(!may(from, "b", at));
+        assert!(!may(from, "a", from + 2), "somebody may have had it since");
+    }
+    let taken = evidence(vec![claimed(2)], &["b"], owned_by(Some("b"), 3));
+    assert_eq!(valid_on(&taken), None);
+    let later = vec![claimed(4), record("b", ImageRole::Active, 3)];
+    assert_eq!(valid_on(&evidence(later, &[], owned_by(Some("a"), 5))).unwrap(), "b");
+}
+
 #[test]
 fn a_guest_that_was_cut_is_not_said_to_have_stopped_in_order() {
     let said = |role| {
@@ -133,19 +158,33 @@ impl History {
         (self.running, self.backup) = (None, None);
     }
 
+    fn may_start(&self, host: usize) -> bool {
+        let own = self.records[host].as_ref();
+        may_start(&name(HOSTS[host]), own, self.owner.as_ref()).is_ok() && self.knows(host)
+    }
+
+    /// Before the arbiter is asked.
+    fn note_claim(&mut self, host: usize) {
+        let from = self.generation();
+        if let Some(own) = &mut self.records[host] {
+            own.claimed_from = Some(from);
+        }
+    }
+
     /// `crash` stops the step before its last part.
     fn step(&mut self, what: u8, host: usize, crash: bool) {
-        match (what % 6, self.running) {
-            (0, None) => {
-                let own = self.records[host].as_ref();
-                if may_start(&name(HOSTS[host]), own, self.owner.as_ref()).is_ok()
-                    && self.knows(host)
-                {
-                    let generation = self.swap(Some(host));
-                    if !crash {
-                        self.run(host, generation);
-                    }
+        match (what % 7, self.running) {
+            (0, None) if self.may_start(host) => {
+                self.note_claim(host);
+                let generation = self.swap(Some(host));
+                match crash {
+                    true => assert!(self.may_start(host), "a start that came to nothing counts"),
+                    false => self.run(host, generation),
                 }
+            }
+            (6, None) if self.may_start(host) => {
+                self.note_claim(host);
+                assert!(self.may_start(host), "a claim that came to nothing counts");
             }
             (1, Some(primary)) if host != primary => {
                 self.note(host, ImageRole::Syncing, self.generation());

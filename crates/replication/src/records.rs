@@ -119,7 +119,7 @@ impl Records {
 
     /// A record of this host's, to be written.
     pub fn of(&self, role: ImageRole, generation: Generation, definition: &VmDefinition) -> Record {
-        let image = ImageRecord { host: self.host.clone(), role, generation };
+        let image = ImageRecord { host: self.host.clone(), role, generation, claimed_from: None };
         Record {
             image,
             peer: None,
@@ -145,6 +145,16 @@ impl Records {
         let Some(mut record) = self.read(vm)? else { return Ok(()) };
         change(&mut record);
         self.replace(&record)
+    }
+
+    /// This host had won the VM, could not start it and has given it back: a mirror that no record was written for
+    /// stays one, and on any other the guest may have run for a moment, unseen.
+    pub fn note_returned(&self, vm: &VmName) -> io::Result<()> {
+        self.change(vm, |record| {
+            if record.image.role == ImageRole::Active {
+                record.image.role = ImageRole::Cut;
+            }
+        })
     }
 
     /// Forgets what this host's images of a VM are.
@@ -254,7 +264,8 @@ fn explain(action: &str, path: &Path, error: io::Error) -> io::Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use understudy_protocol::literal;
+    use understudy_protocol::validity::{ArbiterWord, Evidence, Finding, judge};
+    use understudy_protocol::{Ownership, literal};
 
     fn definition() -> VmDefinition {
         let text =
@@ -306,6 +317,40 @@ mod tests {
         records.write(&of_session("s2")).unwrap();
         records.change(&literal("db"), |_| ()).unwrap();
         assert_eq!(role(&records), (ImageRole::Mirror, Generation(1)));
+    }
+
+    // Before, it counted as images that the guest had run on at the same generation as its primary's: nobody could
+    // tell which were valid.
+    #[test]
+    fn a_mirror_that_was_won_and_given_back_is_valid_only_if_it_was_activated() {
+        for activated in [false, true] {
+            let directory = tempfile::tempdir().unwrap();
+            let records = Records::new(directory.path(), &literal("b"));
+            fs::create_dir(directory.path().join("db")).unwrap();
+            let mirror = records.of(ImageRole::Mirror, Generation(1), &definition());
+            records.write(&Record { sessions: vec!["s1".into()], ..mirror }).unwrap();
+            let activation = records.prepare_activation(&literal("db"), "s1").unwrap();
+            if activated {
+                activation.write(Generation(2)).unwrap();
+            }
+            records.note_returned(&literal("db")).unwrap();
+            let own = records.read(&literal("db")).unwrap().unwrap().image;
+            let primarys = ImageRecord {
+                host: literal("a"),
+                role: ImageRole::Active,
+                generation: Generation(1),
+                claimed_from: None,
+            };
+            let owner = Ownership { host: Some(literal("a")), generation: Generation(3) };
+            let finding = judge(&Evidence {
+                records: vec![primarys, own],
+                without: Vec::new(),
+                silent: Vec::new(),
+                arbiter: ArbiterWord::Says(Some(owner)),
+            });
+            let Finding::Valid { host, .. } = finding else { panic!("{finding:?}") };
+            assert_eq!(host, if activated { "b" } else { "a" });
+        }
     }
 
     #[test]

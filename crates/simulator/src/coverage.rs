@@ -50,6 +50,8 @@ coverage! {
     handed_back,
     /// A winner that had nothing of the VM, and knew of no grant, returned it when it was asked.
     grants_returned,
+    /// A winner wrote its record after it had handed the VM back.
+    late_records,
     /// A grant that came too late was returned.
     late_grants_returned,
     /// The arbiter did not answer a primary.

@@ -2,7 +2,7 @@
 //! forget.
 
 use crate::guest::{Claim, Frame, Guest, State};
-use crate::host::{Former, HostId, Role, SessionId};
+use crate::host::{Former, HostId, Image, Role, SessionId};
 use crate::schedule::Moment;
 use crate::world::{Event, World};
 use understudy_protocol::validity::ImageRole;
@@ -140,12 +140,29 @@ impl World {
         let Some(state) = standby.device_state else {
             return self.violation(format!("{host} won a VM of which it has no epoch"));
         };
-        self.check_owner(host, generation);
+        let is_late = *standby.core.phase() != BackupPhase::Live;
         self.hosts[host.0].image.lineage = state.lineage;
+        if is_late {
+            return self.record_late(host, generation);
+        }
+        self.check_owner(host, generation);
         self.set_record(host, ImageRole::Active, generation);
         self.check_image();
         self.note(host, || format!("its image is valid at generation {generation}"));
         self.moment(Moment::Activated);
+    }
+
+    /// A winner that has handed the VM back meanwhile comes to write its record: it counts for as long as
+    /// that of whoever has the VM back is not written.
+    fn record_late(&mut self, host: HostId, generation: Generation) {
+        self.coverage.late_records += 1;
+        let is_newer = |image: &Image| image.record.is_some_and(|(_, at)| at > generation);
+        if self.hosts.iter().any(|host| is_newer(&host.image)) {
+            self.hosts[host.0].image.record = Some((ImageRole::Active, generation));
+            self.check_records();
+        } else {
+            self.set_record(host, ImageRole::Active, generation);
+        }
     }
 
     /// A guest is started only where the records name its image from here on.
@@ -185,7 +202,11 @@ impl World {
             Ending::Failed(_, why) => {
                 self.violation(format!("{host} keeps a VM that it cannot run: {why}"));
             }
-            Ending::Discarded | Ending::Returned(_) => self.discard(host, id),
+            Ending::Discarded => self.discard(host, id),
+            Ending::Returned(_) => {
+                self.note_returned(host);
+                self.discard(host, id);
+            }
         }
     }
 

@@ -156,7 +156,7 @@ impl Image {
     /// The host's record of it.
     pub fn record_of(&self, host: HostId) -> Option<ImageRecord> {
         let (role, generation) = self.record?;
-        Some(ImageRecord { host: host.name(), role, generation })
+        Some(ImageRecord { host: host.name(), role, generation, claimed_from: None })
     }
 
     /// Puts everything on stable storage.

@@ -28,14 +28,17 @@ pub enum DriverMutant {
     LoseBarrier,
     /// A copy that was handed back lets output out before that is on record.
     OpenBeforeRecord,
+    /// A mirror that was won and given back counts as one that the guest ran on.
+    ReturnedMirrorRan,
 }
 
 impl DriverMutant {
-    const ALL: [DriverMutant; 4] = [
+    const ALL: [DriverMutant; 5] = [
         DriverMutant::AckBeforeStaged,
         DriverMutant::ApplyPartialEpoch,
         DriverMutant::LoseBarrier,
         DriverMutant::OpenBeforeRecord,
+        DriverMutant::ReturnedMirrorRan,
     ];
 }
 

@@ -2,6 +2,7 @@
 //! against the truth.
 
 use crate::host::{HostId, Image};
+use crate::mutant::DriverMutant;
 use crate::world::World;
 use understudy_protocol::validity::{ArbiterWord, Evidence, Finding, ImageRole, judge, may_start};
 use understudy_protocol::{Generation, Ownership};
@@ -12,6 +13,18 @@ impl World {
         self.hosts[host.0].image.record = Some((role, generation));
         if role == ImageRole::Active {
             self.oracle.activate(host);
+        }
+        self.check_records();
+    }
+
+    /// This host has given back the VM that it had won: a mirror stays one.
+    pub(crate) fn note_returned(&mut self, host: HostId) {
+        let counts = self.has(DriverMutant::ReturnedMirrorRan);
+        let Some((role, _)) = &mut self.hosts[host.0].image.record else { return };
+        match role {
+            ImageRole::Active => *role = ImageRole::Cut,
+            _ if counts => *role = ImageRole::Stale,
+            _ => {}
         }
         self.check_records();
     }

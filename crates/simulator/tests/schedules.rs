@@ -11,12 +11,13 @@ fn broken_by(mutant: Mutant) -> &'static str {
     use DriverMutant::*;
     match mutant {
         Mutant::Core(mutant) => match mutant {
-            ReleaseEarly | LeaveWithoutWord | EntitledTooLate => "output commit",
+            ReleaseEarly | LeaveWithoutWord | EntitledTooLate | StartWhatWasReturned => {
+                "output commit"
+            }
             ReleaseAfterStall
             | SilenceIsGrant
             | SkipArbiter
             | SilenceIsGrantToBackup
-            | StartWhatWasReturned
             | LeaseFromAnswer
             | LeaseWithoutEnd
             | MovedIsOwn
@@ -51,6 +52,7 @@ fn broken_by(mutant: Mutant) -> &'static str {
             AckBeforeStaged | LoseBarrier => "output commit",
             ApplyPartialEpoch => "is not at the boundary",
             OpenBeforeRecord => "image is the valid one, but",
+            ReturnedMirrorRan => "image is valid, named is",
         },
     }
 }

@@ -4,7 +4,7 @@
 use super::placement::runs_elsewhere;
 use crate::boot::Past;
 use crate::host::Host;
-use crate::lease::FormerLease;
+use crate::lease::{Contender, FormerLease};
 use crate::recover::OwnersWord;
 use anyhow::{Context, anyhow, bail};
 use std::collections::BTreeMap;
@@ -27,8 +27,9 @@ use understudy_cluster::trial::Watch;
 use understudy_disk::incomplete_mark;
 use understudy_machine::{Machine, Plan};
 use understudy_memory::{GuestRam, MAIN_MEMORY, RamBlock};
-use understudy_protocol::{BlockId, DiskIndex, Generation, VmName};
+use understudy_protocol::{BlockId, DiskIndex, Generation, HostName, VmName};
 use understudy_qemu::{Role, VmDefinition};
+use understudy_replication::moments::pass;
 use understudy_snapshot::{
     Area, AreaEntry, AreaMap, InFlightFrame, MemberManifest, Store, UNIT_BYTES,
 };
@@ -43,7 +44,9 @@ const PREFIX: &str = "restored-";
 /// A member that could start.
 pub struct Prepared {
     machine: Arc<Machine>,
-    /// Of the host that owned the VM, and did not answer.
+    /// The host that owned the VM, which may have a copy of it.
+    owner: Option<HostName>,
+    /// Its lease, if it did not answer.
     former: Option<FormerLease>,
     filler: Arc<Filler>,
     disks: Arc<Vec<DiskFiller>>,
@@ -136,21 +139,33 @@ pub fn prepare(
         Stopped::check(stop)?;
         thread::sleep(LOOK);
     }
-    let former = owner.join().map_err(|_| {
+    let (owner, former) = owner.join().map_err(|_| {
         anyhow!("whether {} runs on its owner could not be asked; see this host's log", task.vm())
     })??;
-    Ok(Prepared { machine, former, filler, disks, frames, images, directory })
+    Ok(Prepared { machine, owner, former, filler, disks, frames, images, directory })
 }
 
 /// Sees that the owner of a VM does nothing with it. Whoever orders a restore has asked, too, but
 /// this host answers for what it starts. An owner that does not answer may be down for good: it is
 /// waited until it lets nothing out in any case.
-fn await_owner(host: &Host, vm: &VmName) -> anyhow::Result<Option<FormerLease>> {
+fn await_owner(
+    host: &Host,
+    vm: &VmName,
+) -> anyhow::Result<(Option<HostName>, Option<FormerLease>)> {
+    pass("ask-owner");
     match host.ask_owner(vm) {
-        OwnersWord::Idle => Ok(None),
+        OwnersWord::Idle(owner) => Ok((owner, None)),
         OwnersWord::Busy(owner, busy) => bail!(runs_elsewhere(vm, &owner, &busy)),
         // Where it keeps no lease, the operator's --force counts.
-        OwnersWord::Silent(owner) => Ok(host.await_lease(vm, &owner, true)?),
+        OwnersWord::Silent(owner, generation) => {
+            let contender = Contender::Owner(owner.clone(), generation);
+            Ok((Some(owner), host.await_lease(vm, &contender, true)?))
+        }
+        OwnersWord::Unknown(why) => {
+            bail!(
+                "whether {vm} runs on its owner cannot be told: the arbiter does not answer: {why}"
+            )
+        }
     }
 }
 
@@ -173,7 +188,9 @@ impl Prepared {
         let generation = host.take_ownership(task.vm(), task.newest)?;
         let run = || -> anyhow::Result<()> {
             self.former.as_ref().map_or(Ok(()), |lease| host.check_former(task.vm(), lease))?;
-            host.note_active(&self.machine, generation, &Past::default(), &self.directory)?;
+            let peer = former.as_ref().and_then(|record| record.peer.clone());
+            let past = Past::beside(self.owner.clone().or(peer));
+            host.note_active(&self.machine, generation, &past, &self.directory)?;
             self.machine.settle_tpm()?;
             let watch = Watch::begin(&self.machine, &self.filler)?;
             self.join(host, task, generation)?;

@@ -2,6 +2,7 @@
 //! what must be on stable storage before the guest runs on them here.
 
 use super::session::Session;
+use crate::moments::pass;
 use crate::records::{Activation, Record};
 use crate::resync;
 use anyhow::Context;
@@ -57,6 +58,7 @@ impl Session {
         for (disk, changes) in self.machine().disks().iter().zip(ready.changes) {
             disk.set_changes(Some(changes));
         }
+        pass("activate");
         ready.activation.write(generation).context("cannot write the activation record")?;
         info!(vm = %self.vm, "activated in {:.1} ms", began.elapsed().as_secs_f64() * 1e3);
         Ok(())

@@ -1,7 +1,7 @@
 //! The way of a group that was won, from the last epoch to guests that run: all members go it, or none.
 //!
-//! They wait for each other twice. Until all are settled the former primary may have the group back, since
-//! a disk may hang; until all records are written no guest runs.
+//! They wait for each other twice: until all are settled no record is written, and until all records are written no
+//! guest runs. Till then the former primary may have the group back, since a disk may hang.
 
 use super::Standby;
 use super::member::Copy;
@@ -28,7 +28,7 @@ impl Standby {
             (Errand::Complete | Errand::Settle, Ok(())) => {
                 self.settled(now, place, generation, effects);
             }
-            (Errand::Activate(_), Ok(())) => self.recorded(place, effects),
+            (Errand::Activate(_), Ok(())) => self.recorded(now, place, effects),
             (Errand::Complete | Errand::Settle | Errand::Activate(_), Err(reason)) => {
                 self.cannot_start(place, reason, effects);
             }
@@ -63,27 +63,34 @@ impl Standby {
             return self.end_attempts(answers, effects);
         }
         // A disk that hung until now may have cost this host the VM.
-        self.decide(now, BackupEvent::Starts, effects);
+        let may_start = self.core.may_start();
         for place in 0..self.members.len() {
-            match self.core.may_run() {
-                true if planted!(StartUnrecorded) => self.recorded(place, effects),
+            match may_start {
+                true if planted!(StartUnrecorded) => self.recorded(now, place, effects),
                 true => self.have_done(place, Errand::Activate(generation), effects),
-                false => {
-                    self.end_attempt(place, "it was handed back meanwhile".to_owned(), effects);
-                }
+                false => self.end_returned(place, effects),
             }
         }
     }
 
-    /// A member's record is written: once all are, the guests run.
-    fn recorded(&mut self, place: Place, effects: &mut Vec<Effect>) {
+    /// A member's record is written: once all are, the guests run, if they still may. A record that came too late
+    /// is older than that of whoever has the VM back.
+    fn recorded(&mut self, now: Time, place: Place, effects: &mut Vec<Effect>) {
         let Some(answers) = self.gather(place, Ok(())) else { return };
         if answers.iter().any(Result::is_err) {
             return self.end_attempts(answers, effects);
         }
+        self.decide(now, BackupEvent::Starts, effects);
         for place in 0..self.members.len() {
-            self.have_done(place, Errand::Start, effects);
+            match self.core.may_run() {
+                true => self.have_done(place, Errand::Start, effects),
+                false => self.end_returned(place, effects),
+            }
         }
+    }
+
+    fn end_returned(&mut self, place: Place, effects: &mut Vec<Effect>) {
+        self.end_attempt(place, "it was handed back meanwhile".to_owned(), effects);
     }
 
     /// A member cannot go live, for this reason: then none does.

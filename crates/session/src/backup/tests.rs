@@ -144,6 +144,18 @@ fn what_was_handed_back_while_its_disk_hung_is_not_started() {
     assert_eq!(played.tell(Event::Done(0, Errand::Halt, Ok(()))), []);
 }
 
+// Before, nothing was handed back from the record's first byte on, and the guest stood still on its host for ever.
+#[test]
+fn what_was_handed_back_while_its_record_hung_is_not_started() {
+    let mut played = Played::won(1);
+    played.did(Errand::Complete);
+    assert_eq!(played.did(Errand::Settle), [Errand::Activate(Generation(2))]);
+    played.now = at(6_000);
+    assert_eq!(played.tell(Event::Awaited), [Effect::HandBack(Generation(2))]);
+    assert_eq!(played.did(Errand::Activate(Generation(2))), [Errand::Halt]);
+    assert_eq!(played.tell(Event::Done(0, Errand::Halt, Ok(()))), []);
+}
+
 // Before, the first member that was settled took the hand-back from all.
 #[test]
 fn a_group_of_which_one_disk_hangs_is_handed_back() {

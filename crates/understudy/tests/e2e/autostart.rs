@@ -1,11 +1,13 @@
 //! VMs that come up with their hosts: each once, on its valid images, and not what somebody has ended.
 
+use crate::cluster_deaths::Moment;
 use crate::group;
 use crate::recover::lose;
 use crate::refusals::quick;
+use crate::sick_hosts::Hanging;
 use crate::stage::{
-    Calm, LIMIT, PACE, await_degraded, await_service, options, play, prove_disk, refusal,
-    repairing_daemon,
+    Calm, LIMIT, PACE, await_degraded, await_service, daemon_passing, options, play, prove_disk,
+    refusal, repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -117,6 +119,35 @@ fn a_protected_vm_comes_up_where_it_ran_and_is_protected_again() {
             let status = scene.status("a")?;
             Ok((status["protection"]["state"] == "protected").then_some(()))
         })?;
+        scene.await_guest()?;
+        prove_disk(scene, "a", acked)
+    });
+}
+
+/// Its backup won it and could not settle what it had. Before, both hosts counted as having run it, and it waited for
+/// ever although everybody answered.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_vm_comes_up_where_it_ran_if_its_backup_won_it_in_vain() {
+    let (won, failing) = (Moment::new(), Hanging::new());
+    let points = [won.action("before-activation", "1*"), failing.action("sync-disk")];
+    let mut options = options().calm();
+    options.daemons.insert("b".to_owned(), daemon_passing(points.join(";")));
+    play(options, |scene| {
+        set_autostart(scene)?;
+        scene.protected_guest("a", "b")?;
+        let client = scene.record_client(PACE)?;
+        await_service(&client)?;
+        scene.host_mut("a")?.kill_everything()?;
+        won.await_reached()?;
+        failing.begin()?;
+        won.end()?;
+        let handed_back = scene.lab().arbiter_directory().join(VM).join("3");
+        wait_for("host b to hand it back", LIMIT, || Ok(handed_back.exists().then_some(())))?;
+        failing.end()?;
+        let acked = client.abandon().acked();
+        scene.restart("a")?;
+        await_coming_up(scene, "a")?;
         scene.await_guest()?;
         prove_disk(scene, "a", acked)
     });

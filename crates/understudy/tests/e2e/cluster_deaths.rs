@@ -33,8 +33,12 @@ impl Moment {
         HostOptions { environment, ..with_cluster(daemon()) }
     }
 
+    pub fn is_reached(&self) -> bool {
+        self.file.exists()
+    }
+
     pub fn await_reached(&self) -> Result<()> {
-        wait_for("a host to get to its moment", LIMIT, || Ok(self.file.exists().then_some(())))
+        wait_for("a host to get to its moment", LIMIT, || Ok(self.is_reached().then_some(())))
     }
 
     /// The thread goes on.

@@ -1,12 +1,13 @@
 //! The lease of a sole owner: it freezes without its arbiter, `recover --force` waits for its end,
 //! and a host that wakes up has lost the VM before anything leaves it.
 
+use crate::cluster_deaths::Moment;
 use crate::fencing::{hide, is_gone, pass, unhide};
 use crate::refusals::log_of;
 use crate::sick_disks::Failing;
 use crate::stage::{
     Calm, LIMIT, PACE, await_degraded, await_service, daemon, options, play, play_protected,
-    protect, prove_survival, refusal,
+    protect, prove_survival, refusal, refused,
 };
 use anyhow::{Context, Result, ensure};
 use std::time::{Duration, Instant};
@@ -335,8 +336,46 @@ fn a_restore_by_force_waits_until_a_silent_host_lets_nothing_out() {
         scene.await_fenced("a")?;
         is_gone(former)?;
         ensure!(a.frames_after(first)? == 0, "a still sent something after b had begun to");
+        // Host a has a copy of it: before, it was restored as one that nobody else ever had.
+        let lease = format!("{}.lease", scene.status("b")?["generation"]);
+        let lease = scene.lab().arbiter_directory().join(VM).join(lease);
+        wait_for("its lease", LIMIT, || Ok(lease.exists().then_some(())))?;
         scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
         Ok(())
+    });
+}
+
+/// Before, an arbiter that did not answer the one question about the owner counted as one that names nobody: no lease
+/// was waited for.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_restore_by_force_is_refused_while_the_arbiter_names_no_owner() {
+    let (asks, loaded) = (Moment::new(), Moment::new());
+    let mut options = short(ArbiterKind::File);
+    let points = [asks.action("ask-owner", "1*"), loaded.action("restore-loaded", "1*")];
+    let daemon = options.daemons.get_mut("b").expect("a host");
+    daemon.environment.push(("FAILPOINTS".to_owned(), points.join(";")));
+    play_protected(options, |scene, client| {
+        let store = scene.lab().directory().join("store").to_string_lossy().into_owned();
+        scene.host("a")?.call(["vm", "snapshot", VM, "--store", &store])?;
+        unprotect(scene)?;
+        scene.host("a")?.pause()?;
+        let restore = ["vm", "restore", VM, "--store", &store, "--force"];
+        let mut restore = scene.host("b")?.begin(restore)?;
+        asks.await_reached()?;
+        hide(scene, ArbiterKind::File, "b")?;
+        asks.end()?;
+        wait_for("the restore to go on, or to end", LIMIT, || {
+            Ok((loaded.is_reached() || restore.try_wait()?.is_some()).then_some(()))
+        })?;
+        unhide(scene, ArbiterKind::File, "b")?;
+        if loaded.is_reached() {
+            loaded.end()?;
+        }
+        let (_, words) = refused(&restore.wait_with_output()?, "vm restore")?;
+        ensure!(words.contains("the arbiter does not answer"), "{words}");
+        scene.host("a")?.resume()?;
+        prove_survival(scene, client, "a")
     });
 }
 

@@ -43,6 +43,7 @@
 //! | [`phases`]  | deaths at each phase of the protocol |
 //! | [`events`]  | what the hosts tell of a fail-over |
 //! | [`fencing`] | partitions, and an arbiter that cannot be reached |
+//! | [`late_renewals`] | requests to etcd that are carried out long after they were asked |
 //! | [`lease`]   | a sole owner without its arbiter, and `recover --force` beside a host that sleeps |
 //! | [`repair`]  | redundancy that restores itself, on three hosts |
 //! | [`recover`] | all hosts are lost: which images are valid |
@@ -132,6 +133,7 @@ mod kept_groups;
 mod kept_members;
 mod kept_orders;
 mod kept_starts;
+mod late_renewals;
 mod lazy;
 mod lease;
 mod ledger;

@@ -1,6 +1,7 @@
 //! All hosts are lost: which images are valid, and the VM runs again on them.
 
 use crate::deaths::await_empty;
+use crate::refusals::quick;
 use crate::stage::{
     Calm, LIMIT, await_service, daemon, daemon_passing, hand_over, options, play, play_protected,
     prove_disk, refusal,
@@ -111,6 +112,25 @@ fn a_backup_dies_between_winning_and_activation() {
         scene.host("a")?.call(["recover", VM])?;
         scene.await_guest()?;
         prove_disk(scene, "a", acked)
+    });
+}
+
+/// Before, the second of them made the images stale, and nothing was certain while another host was silent.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn starts_that_come_to_nothing_after_they_have_claimed_the_vm_are_begun_again() {
+    let mut options = quick();
+    options.daemons.insert("a".to_owned(), daemon_passing("claimed=1*off->2*return->off"));
+    play(options, |scene| {
+        scene.start_guest("a")?;
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        lose(scene, &["b"])?;
+        for _ in 0..2 {
+            let (_, words) = refusal(scene.host("a")?, &["vm", "start", VM])?;
+            ensure!(words.contains("a test says so"), "{words}");
+        }
+        scene.host("a")?.call(["vm", "start", VM])?;
+        scene.host("a")?.call(["vm", "stop", VM, "--force"]).map(drop)
     });
 }
 

@@ -2,6 +2,7 @@
 //! cannot start the guest, a disk answers nothing.
 
 use crate::arbiter::await_fit;
+use crate::cluster_deaths::Moment;
 use crate::refusals::log_of;
 use crate::sick_disks::await_no_disk_error;
 use crate::stage::{
@@ -153,6 +154,31 @@ fn a_guest_that_lost_the_contest_goes_on_where_the_winner_could_not_start_it() {
         ensure!(status["generation"] == 3, "won, and handed back: {status}");
         ensure!(scene.host("a")?.qemu_pid(VM)? == qemu, "it is another QEMU: {status}");
         scene.lab().heal("b")?;
+        wait_for("host b to stand by again", LIMIT, || {
+            Ok(scene.protect("a", "b").is_ok().then_some(()))
+        })?;
+        scene.await_protected("a", |_| ())?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+/// The record is on another disk than the mirrors, say, and that one hangs. Before, the winner counted as one that starts
+/// the guest, and the sound one stood still for ever.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_guest_goes_on_where_the_winner_does_not_come_to_write_its_record() {
+    let recording = Moment::new();
+    play_protected(with_fail_point("b", recording.action("activate", "1*")), |scene, client| {
+        let qemu = scene.host("a")?.qemu_pid(VM)?;
+        scene.lab().cut("b")?;
+        recording.await_reached()?;
+        scene.lab().heal("b")?;
+        await_service(&client)?;
+        let status = scene.status("a")?;
+        ensure!(status["generation"] == 3, "won, and handed back: {status}");
+        ensure!(scene.host("a")?.qemu_pid(VM)? == qemu, "it is another QEMU: {status}");
+        recording.end()?;
         wait_for("host b to stand by again", LIMIT, || {
             Ok(scene.protect("a", "b").is_ok().then_some(()))
         })?;
