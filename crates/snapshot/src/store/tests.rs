@@ -16,6 +16,8 @@ use understudy_protocol::{GroupName, literal};
 const UNITS: u64 = 300;
 const NOW: u64 = 1_790_000_000;
 
+#[path = "hostile_tests.rs"]
+mod hostile;
 #[path = "lost_answers_tests.rs"]
 mod lost_answers;
 
