@@ -3,7 +3,7 @@
 
 use crate::cluster::{Bank, await_payments, bank_of, bank_options, name, with_cluster};
 use crate::refusals::{log_of, says};
-use crate::stage::{LIMIT, await_forgotten, daemon, play, refusal, refused, vms};
+use crate::stage::{Calm, LIMIT, await_forgotten, daemon, play, refusal, refused, vms};
 use anyhow::{Result, ensure};
 use std::path::PathBuf;
 use std::process::Child;
@@ -158,6 +158,36 @@ fn the_coordinators_host_dies_in_a_snapshot() {
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn the_coordinators_host_dies_before_a_snapshot_exists() {
     the_coordinators_host_dies("snapshot-publishing");
+}
+
+/// All of a member is stored when the snapshot is given up. Before, its machine was pinned then, with
+/// what guards its memory: the VM could be neither protected nor started again.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_snapshot_that_is_given_up_as_a_member_is_saved_leaves_nothing_there() {
+    let moment = Moment::new();
+    let mut options = bank_options();
+    options.daemons.insert("b".to_owned(), moment.host("snapshot-saved", "1*"));
+    play(options.calm(), |scene| {
+        Bank::found(scene)?;
+        let own = name(1);
+        let taking = begin(scene, "a", &SNAPSHOT)?;
+        moment.await_reached()?;
+        power_fails(scene, "a")?;
+        failed(taking)?;
+        wait_for("host b to give it up", LIMIT, || {
+            Ok(log_of(scene, "b")?.contains("snapshot 1 is given up").then_some(()))
+        })?;
+        moment.end()?;
+        comes_back(scene, "a", with_cluster(daemon()))?;
+        Bank::of(scene).protect(1)?;
+        let host = scene.host("b")?;
+        host.call(["vm", "stop", &own, "--force"])?;
+        await_forgotten(scene, "a")?;
+        host.call(["vm", "start", &own])?;
+        await_running(scene, "b", &own)?;
+        Bank::of(scene).end()
+    });
 }
 
 /// Of three members, host b's gets to its moment in a restore in this mode; with it dies its host.
