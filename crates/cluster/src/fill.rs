@@ -129,19 +129,22 @@ impl Filler {
     }
 
     /// The guest runs, so the rest is loaded, too: until then other members of its group may
-    /// still load what their starts wait for. Returns when all is there, or the machine is gone,
-    /// or `stop` is set.
-    pub fn complete(&self, stop: &AtomicBool) -> anyhow::Result<()> {
+    /// still load what their starts wait for. Returns true when all is there, and false when the guest has
+    /// powered off: it needs no memory any more.
+    pub fn complete(&self, stop: &AtomicBool) -> anyhow::Result<bool> {
         self.work.reads_on.store(true, Ordering::Release);
         self.work.loader.wake();
         while !lock(&self.work.progress).complete {
             Stopped::check(stop)?;
+            if self.machine.is_powered_off() {
+                return Ok(false);
+            }
             if !self.machine.is_alive() {
                 anyhow::bail!("QEMU ended before its memory was loaded");
             }
             thread::sleep(LOOK);
         }
-        Ok(())
+        Ok(true)
     }
 
     /// How far it is.

@@ -89,8 +89,10 @@ impl Keeper {
         let keeper = self.clone();
         let started = spawn("keep", move || {
             let Ok((job, stop, answer)) = handed.recv() else { return };
+            // What was given up meanwhile is not said to be there.
             let image = job.run(&keeper.keys, &stop);
-            keeper.let_go(number);
+            let image = image.and_then(|image| Ok(Stopped::check(&stop).map(|()| image)?));
+            keeper.is_over(&stop);
             answer(image);
         });
         if let Err(error) = started {
@@ -112,6 +114,12 @@ impl Keeper {
     /// Nothing is kept for this snapshot any more.
     pub fn let_go(&self, number: SnapshotNumber) {
         let former = lock(&self.keeping).take_if(|keeping| keeping.number == number);
+        drop(former);
+    }
+
+    /// That job has ended, and keeps nothing any more. Another may have begun.
+    fn is_over(&self, stop: &Arc<AtomicBool>) {
+        let former = lock(&self.keeping).take_if(|keeping| Arc::ptr_eq(&keeping.stop, stop));
         drop(former);
     }
 

@@ -238,6 +238,13 @@ impl SavedVm {
             "the definition of {name} in the snapshot is that of {}",
             saved.definition.name
         );
+        ensure!(
+            saved.definition.memory.bytes() == member.machine.memory,
+            "the snapshot of {name} is damaged: its definition has a memory of {} bytes, and its machine \
+             one of {}",
+            saved.definition.memory.bytes(),
+            member.machine.memory
+        );
         let boot = BootFiles {
             firmware: member.firmware.as_ref(),
             kernel: member.kernel.as_ref(),
@@ -323,6 +330,14 @@ mod tests {
         assert!(!saved.definition.initrd.as_ref().unwrap().exists(), "it is not this host's");
         let error = format!("{:#}", SavedVm::of(&part(None)).unwrap_err());
         assert!(error.contains("\"initrd\", and no file comes"), "{error}");
+    }
+
+    #[test]
+    fn a_part_has_the_memory_of_its_definition() {
+        let mut part = part(Some(Blob::default()));
+        part.machine.memory = 1 << 40;
+        let error = SavedVm::of(&part).unwrap_err().to_string();
+        assert!(error.contains("is damaged: its definition has a memory of 67108864"), "{error}");
     }
 
     /// It was believed: the first three became paths, the last one ended the daemon.

@@ -54,11 +54,6 @@ impl Past {
         Past { newest, record, peer, ..Past::default() }
     }
 
-    /// That of a VM which starts on images from elsewhere, and of which that host may have a copy.
-    pub fn beside(peer: Option<HostName>) -> Past {
-        Past { peer, ..Past::default() }
-    }
-
     /// The same after the wait for its former owner.
     pub fn after(self, lease: Option<FormerLease>) -> Past {
         Past { lease, ..self }

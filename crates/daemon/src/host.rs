@@ -125,6 +125,7 @@ impl Host {
         // Before anybody can ask for these VMs.
         let orphans = host.find_orphans();
         keeper::watch(&host).map_err(internal)?;
+        host.end_dead_restores();
         for listener in listeners {
             gate::listen(&host, listener)?;
         }

@@ -349,19 +349,34 @@ impl Host {
     /// The VM is nobody's any more; `role` is what its end made of its images. Everything is on
     /// record before it is gone: a daemon that waits for that may end then.
     pub(crate) fn remove_primary(&self, vm: &PrimaryVm, role: ImageRole) {
+        self.note_end(vm, role);
+        self.forget_primary(vm, role == ImageRole::Cut);
+    }
+
+    fn note_end(&self, vm: &PrimaryVm, role: ImageRole) {
         vm.machine().halt();
-        let name = vm.name();
         self.note_role(vm, role);
         // A guest that ends with its daemon comes up with the next one.
         if !self.is_closing() {
-            self.note_unwanted(name);
+            self.note_unwanted(vm.name());
         }
+    }
+
+    /// The same of a VM whose restore has come to nothing, or has ended with it.
+    pub(crate) fn remove_restored(&self, vm: &PrimaryVm, restore: &str) {
+        self.note_end(vm, ImageRole::Cut);
+        self.end_restore(vm.name(), restore);
+        self.forget_primary(vm, true);
+    }
+
+    fn forget_primary(&self, vm: &PrimaryVm, cut: bool) {
+        let name = vm.name();
         if let Some(arbiter) = &self.arbiter {
             if let Err(error) = arbiter.release(name, vm.generation()) {
                 warn!(vm = %name, "{error}");
             }
         }
-        vm.events.record(EventKind::Stopped { cut: role == ImageRole::Cut });
+        vm.events.record(EventKind::Stopped { cut });
         self.vms.lock().remove(name);
     }
 }

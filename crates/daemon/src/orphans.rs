@@ -307,6 +307,7 @@ impl Host {
         if let Err(error) = noted {
             warn!(%vm, "{error}");
         }
+        self.end_dead_restore(vm);
         if let (true, Some(arbiter)) = (released, &self.arbiter) {
             if let Err(error) = arbiter.release(vm, *generation) {
                 warn!(%vm, "{error}");

@@ -59,8 +59,8 @@ pub enum DiskError {
     },
     /// A restore of it did not come to its end.
     #[error(
-        "disk image {path} was being restored from a snapshot when its daemon ended: not all of \
-         it is there; restore the snapshot again"
+        "disk image {path} is being restored from a snapshot, and not all of it is there: try again \
+         once it is, or restore the snapshot again"
     )]
     Incomplete {
         /// The image.

@@ -54,8 +54,22 @@ pub struct Record {
     /// The VMs that it was to be protected with.
     #[serde(default)]
     pub group: Option<GroupMembers>,
+    /// A restore of which this host does not have all yet, or that may still be taken back.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub restoring: Option<Restoring>,
     /// The VM as it is on this host; its disks are the images.
     pub definition: VmDefinition,
+}
+
+/// A restore that may still come to nothing.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Restoring {
+    /// Its name.
+    pub id: String,
+    /// All members run, and stay: nothing but this VM's own end can make it come to nothing.
+    pub settled: bool,
+    /// What is on record again if it does; none if this host had no images of the VM.
+    pub former: Option<Box<Record>>,
 }
 
 fn wanted() -> bool {
@@ -66,6 +80,14 @@ impl Record {
     /// The images, in the order of the VM's disks.
     pub fn images(&self) -> Vec<PathBuf> {
         self.definition.disks.iter().map(|disk| disk.path.clone()).collect()
+    }
+
+    /// What is on record once a restore that has not ended comes to nothing.
+    pub fn before_restore(self) -> Option<Record> {
+        match self.restoring {
+            Some(restoring) => restoring.former.map(|former| *former),
+            None => Some(self),
+        }
     }
 }
 
@@ -128,6 +150,7 @@ impl Records {
             wanted: true,
             wish: None,
             group: None,
+            restoring: None,
             definition: definition.clone(),
         }
     }
@@ -157,9 +180,26 @@ impl Records {
         })
     }
 
+    /// The restore of that name comes to nothing: on record is what was before it. Returns what was
+    /// until now; none if no such restore is on record.
+    pub fn undo_restore(&self, vm: &VmName, id: &str) -> io::Result<Option<Record>> {
+        let _changing = self.changing.lock();
+        let of_it = |record: &Record| record.restoring.as_ref().is_some_and(|it| it.id == id);
+        let Some(record) = self.read(vm)?.filter(of_it) else { return Ok(None) };
+        match record.clone().before_restore() {
+            Some(former) => self.replace(&former)?,
+            None => self.remove(vm)?,
+        }
+        Ok(Some(record))
+    }
+
     /// Forgets what this host's images of a VM are.
     pub fn forget(&self, vm: &VmName) -> io::Result<()> {
         let _changing = self.changing.lock();
+        self.remove(vm)
+    }
+
+    fn remove(&self, vm: &VmName) -> io::Result<()> {
         let path = self.path(vm);
         fs::remove_file(&path)
             .and_then(|()| File::open(parent(&path))?.sync_all())
@@ -294,6 +334,32 @@ mod tests {
         assert_eq!(records.all().len(), 1);
         records.forget(&literal("db")).unwrap();
         assert_eq!(records.read(&literal("db")).unwrap(), None);
+    }
+
+    #[test]
+    fn a_restore_that_comes_to_nothing_leaves_what_was_before() {
+        let directory = tempfile::tempdir().unwrap();
+        let records = Records::new(directory.path(), &literal("a"));
+        fs::create_dir(directory.path().join("db")).unwrap();
+        let (vm, former) =
+            (literal("db"), records.of(ImageRole::Cut, Generation(3), &definition()));
+        let restored = |id: &str, former: Option<Record>| {
+            let former = former.map(Box::new);
+            let restoring = Some(Restoring { id: id.to_owned(), settled: false, former });
+            Record { restoring, ..records.of(ImageRole::Active, Generation(5), &definition()) }
+        };
+        let second = restored("2-1", Some(former.clone()));
+        records.write(&second).unwrap();
+        assert_eq!(records.undo_restore(&vm, "1-1").unwrap(), None, "another one");
+        assert_eq!(records.read(&vm).unwrap().as_ref(), Some(&second));
+        assert_eq!(records.undo_restore(&vm, "2-1").unwrap(), Some(second.clone()));
+        assert_eq!(records.read(&vm).unwrap().as_ref(), Some(&former));
+        assert_eq!(records.undo_restore(&vm, "2-1").unwrap(), None, "it is undone already");
+        // The next one begins where one has died: what was before both counts.
+        assert_eq!(second.before_restore(), Some(former));
+        records.write(&restored("3-1", None)).unwrap();
+        assert!(records.undo_restore(&vm, "3-1").unwrap().is_some());
+        assert_eq!(records.read(&vm).unwrap(), None);
     }
 
     #[test]

@@ -71,6 +71,7 @@ impl Host {
         if let Some(lost) = lost {
             self.vms.lock().entry(vm.clone()).or_insert_with(|| Vm::Fenced(Arc::new(lost)));
         }
+        self.end_dead_restore(vm);
         // Not before: whoever asks meanwhile is told of it either way.
         self.forget_note(&note);
     }

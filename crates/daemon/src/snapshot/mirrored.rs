@@ -140,7 +140,7 @@ impl MirroredCapture {
 impl Drop for MirroredCapture {
     fn drop(&mut self) {
         if self.answer.is_some() {
-            self.session.let_go(self.number);
+            self.session.let_go(&self.task.group.name, self.number);
         }
     }
 }

@@ -18,6 +18,7 @@
 //! | [`prepare`] | from a part of a snapshot to a VM that runs |
 //! | [`kept`] | a restore in a keeper, and how its daemon hands orders on |
 //! | [`adopt`] | a VM whose daemon died before all of it was loaded |
+//! | [`former`] | what it was before, until the restore can come to nothing no more |
 //! | [`placement`] | who may be restored where, asked before anything is started |
 //! | [`frames`] | frames between members, and those in flight |
 
@@ -26,6 +27,7 @@ mod capture;
 mod command;
 mod decision;
 mod exchange;
+mod former;
 pub(crate) mod frames;
 mod kept;
 mod library;

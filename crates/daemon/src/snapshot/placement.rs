@@ -156,7 +156,7 @@ pub(super) fn store_error(place: &str, error: StoreError) -> HostError {
         StoreError::Location(_) | StoreError::Name(_) | StoreError::Version { .. } => {
             ErrorKind::Invalid
         }
-        StoreError::Sweeping | StoreError::Overtaken(_) | StoreError::BeingRead { .. } => {
+        StoreError::Sweeping { .. } | StoreError::Overtaken(_) | StoreError::BeingRead { .. } => {
             ErrorKind::Conflict
         }
         _ => ErrorKind::Internal,

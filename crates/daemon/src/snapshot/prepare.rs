@@ -2,7 +2,6 @@
 //! device state.
 
 use super::placement::runs_elsewhere;
-use crate::boot::Past;
 use crate::host::Host;
 use crate::lease::{Contender, FormerLease};
 use crate::recover::OwnersWord;
@@ -39,7 +38,7 @@ use understudy_threads::spawn;
 const LOOK: Duration = Duration::from_millis(5);
 
 /// What the files of restored disks begin with.
-const PREFIX: &str = "restored-";
+pub(super) const PREFIX: &str = "restored-";
 
 /// A member that could start.
 pub struct Prepared {
@@ -53,7 +52,6 @@ pub struct Prepared {
     /// Frames in flight to it.
     frames: Vec<InFlightFrame>,
     images: Images,
-    directory: PathBuf,
 }
 
 /// Files of a restore; removed unless it succeeds.
@@ -142,7 +140,7 @@ pub fn prepare(
     let (owner, former) = owner.join().map_err(|_| {
         anyhow!("whether {} runs on its owner could not be asked; see this host's log", task.vm())
     })??;
-    Ok(Prepared { machine, owner, former, filler, disks, frames, images, directory })
+    Ok(Prepared { machine, owner, former, filler, disks, frames, images })
 }
 
 /// Sees that the owner of a VM does nothing with it. Whoever orders a restore has asked, too, but
@@ -184,14 +182,10 @@ impl Prepared {
     pub fn start(mut self, host: &Arc<Host>, task: &RestoreTask) -> anyhow::Result<()> {
         let _adding = host.adding.lock();
         host.check_unused(self.machine.definition())?;
-        let former = host.record(task.vm())?;
         let generation = host.take_ownership(task.vm(), task.newest)?;
         let run = || -> anyhow::Result<()> {
+            host.note_restoring(&self.machine, generation, task, self.owner.clone())?;
             self.former.as_ref().map_or(Ok(()), |lease| host.check_former(task.vm(), lease))?;
-            let peer = former.as_ref().and_then(|record| record.peer.clone());
-            let past = Past::beside(self.owner.clone().or(peer));
-            host.note_active(&self.machine, generation, &past, &self.directory)?;
-            self.machine.settle_tpm()?;
             let watch = Watch::begin(&self.machine, &self.filler)?;
             self.join(host, task, generation)?;
             self.machine.start_loaded()?;
@@ -202,11 +196,7 @@ impl Prepared {
         };
         if let Err(error) = run() {
             self.machine.halt();
-            // The former images are what they were.
-            let noted = former.map_or(Ok(()), |former| host.records.write(&former));
-            if let Err(error) = noted {
-                warn!(vm = %task.vm(), "{error}");
-            }
+            host.end_restore(task.vm(), &task.id);
             if let Some(arbiter) = &host.arbiter {
                 if let Err(error) = arbiter.release(task.vm(), generation) {
                     warn!(vm = %task.vm(), "{error}");
@@ -215,7 +205,8 @@ impl Prepared {
             return Err(error);
         }
         host.add_restored(self.machine.clone(), generation, &task.id);
-        remove_former(&self.directory, &std::mem::take(&mut self.images.0));
+        // They are on record.
+        self.images.0.clear();
         Ok(())
     }
 }
@@ -309,18 +300,5 @@ fn check_blocks(member: &MemberManifest, machine: &Machine) -> anyhow::Result<()
     match blocks_of(member).count() == machine.blocks().len() {
         true => Ok(()),
         false => bail!("this host's QEMU has other RAM blocks than {} was saved with", member.name),
-    }
-}
-
-/// Images of earlier restores: nothing runs on them any more.
-fn remove_former(directory: &Path, own: &[PathBuf]) {
-    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
-        let path = entry.path();
-        let is_former = entry.file_name().to_string_lossy().starts_with(PREFIX);
-        if is_former && !own.contains(&path) {
-            if let Err(error) = fs::remove_file(&path) {
-                warn!("cannot remove {}: {error}", path.display());
-            }
-        }
     }
 }

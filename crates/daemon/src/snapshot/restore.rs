@@ -13,7 +13,6 @@ use tracing::warn;
 use understudy_cluster::disk_fill::DiskFiller;
 use understudy_cluster::fill::Filler;
 use understudy_cluster::messages::{Reply, RestoreTask, ToCoordinator};
-use understudy_protocol::validity::ImageRole;
 use understudy_replication::clock;
 use understudy_replication::moments::pass;
 use understudy_report::cluster::FillReport;
@@ -24,6 +23,9 @@ use understudy_threads::Waitable;
 /// How often a cohort looks whether its coordinator has been silent for too long, and says
 /// how far it is.
 const TICK: Duration = Duration::from_millis(500);
+
+/// Before what could not be put on record is tried again.
+const AGAIN: Duration = Duration::from_secs(1);
 
 /// A member that is being restored, or was.
 pub struct Restoring {
@@ -187,6 +189,7 @@ impl Restoring {
                     None => warn!(vm = %self.task.vm(), "told to start without being loaded"),
                 },
                 CohortAction::Settle => self.spawn(Restoring::entrust),
+                CohortAction::Conclude => self.spawn(Restoring::conclude),
                 CohortAction::Ask => self.spawn(Restoring::ask),
                 CohortAction::Discard => {
                     self.stop.store(true, Ordering::Release);
@@ -198,7 +201,7 @@ impl Restoring {
                         restoring.end_vm();
                         drop(disks);
                         restoring.await_workers();
-                        restoring.end_reading();
+                        restoring.end_restore();
                         restoring.event(CohortEvent::Discarded);
                     });
                 }
@@ -283,7 +286,7 @@ impl Restoring {
         let (group, number) = (self.task.group.name.clone(), self.task.number);
         host.events.of(self.task.vm()).record(EventKind::Restored { group, number });
         self.event(CohortEvent::Started);
-        self.complete(&filler, &disks)?;
+        self.complete(filler, &disks)?;
         if let Ok(vm) = host.primary(self.task.vm()) {
             host.note_base(&self.task, &vm.machine());
         }
@@ -302,14 +305,18 @@ impl Restoring {
             let (Some(filler), Some(host)) = (filler, restoring.host.upgrade()) else {
                 return Ok(());
             };
-            restoring.complete(&filler, &disks)?;
+            restoring.complete(filler, &disks)?;
             restoring.finish(&host);
             Ok(())
         });
     }
 
-    fn complete(&self, filler: &Filler, disks: &[DiskFiller]) -> anyhow::Result<()> {
-        filler.complete(&self.stop)?;
+    fn complete(&self, filler: Arc<Filler>, disks: &[DiskFiller]) -> anyhow::Result<()> {
+        if !filler.complete(&self.stop)? {
+            // The machine may go, and the guest be started on the disks once they are there.
+            self.state.lock().filler = None;
+            drop(filler);
+        }
         disks.iter().try_for_each(|disk| disk.complete(&self.stop))
     }
 
@@ -327,8 +334,10 @@ impl Restoring {
         self.event(CohortEvent::Complete);
     }
 
-    fn end_reading(&self) {
+    /// Nothing of it runs here, and nobody is about to start it.
+    fn end_restore(&self) {
         if let Some(host) = self.host.upgrade() {
+            host.end_restore(self.task.vm(), &self.task.id);
             host.end_reading(&self.task);
         }
     }
@@ -356,7 +365,11 @@ impl Restoring {
 
     /// All members of the group run, so it may outlive this daemon. A keeper's end is its own.
     fn entrust(self: &Arc<Self>) {
-        let Some(host) = self.host.upgrade().filter(|host| host.keeps.is_none()) else { return };
+        let Some(host) = self.host.upgrade() else { return };
+        host.note_settled(&self.task);
+        if host.keeps.is_some() {
+            return;
+        }
         let Ok(vm) = host.primary(self.task.vm()) else { return };
         entrust(&host, &self.task, &vm);
         // Meanwhile the rest may have come.
@@ -365,12 +378,23 @@ impl Restoring {
         }
     }
 
-    /// Ends the VM, if this restore has started it.
+    /// It stays, and needs the store no more: what it was before goes. Until that is on record, it would be
+    /// what counts after this daemon.
+    fn conclude(self: &Arc<Self>) {
+        while let Some(host) = self.host.upgrade() {
+            let Err(error) = host.conclude_restore(self.task.vm(), &self.task.id) else { return };
+            warn!(vm = %self.task.vm(), "what it was before its restore is kept: {error:#}");
+            drop(host);
+            thread::sleep(AGAIN);
+        }
+    }
+
+    /// Ends the VM, if this restore has started it. It is what it was before then.
     fn end_vm(&self) {
         let Some(host) = self.host.upgrade() else { return };
         let Ok(vm) = host.primary(self.task.vm()) else { return };
         if vm.restored_by().as_ref() == Some(&self.task.id) {
-            host.remove_primary(&vm, ImageRole::Cut);
+            host.remove_restored(&vm, &self.task.id);
         }
     }
 }

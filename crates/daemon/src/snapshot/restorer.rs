@@ -215,8 +215,8 @@ impl Restore {
     fn explain(&self, failure: &Failure) -> HostError {
         let (group, number) = (&self.job.task.group.name, self.job.task.number);
         let message = format!(
-            "snapshot {number} of {group} was not restored, and no member runs; the snapshot is \
-             as it was: {}",
+            "snapshot {number} of {group} was not restored, and no member runs; the snapshot is as it \
+             was, and so are the images that the VMs had before: {}",
             self.name(failure)
         );
         HostError::new(ErrorKind::Internal, message)

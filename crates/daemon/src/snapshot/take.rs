@@ -305,8 +305,15 @@ impl Taking {
         let (part, saved) = image.save(stop)?;
         pass("snapshot-saved");
         let mut state = lock(&self.state);
-        state.saved = saved;
         self.handle(&mut state, TakeEvent::Saved(number, part));
+        // Of one that was given up meanwhile nobody else would ever let go: what it has taken of the
+        // memory, and the machine.
+        let given_up = match state.cohort.has_saved(number) {
+            true => std::mem::replace(&mut state.saved, saved),
+            false => saved,
+        };
+        drop(state);
+        drop(given_up);
         Ok(())
     }
 }

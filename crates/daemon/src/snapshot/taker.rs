@@ -179,8 +179,14 @@ fn publish(store: &Store, writing: Writing, manifest: &Manifest) -> TakerEvent {
     let Err(error) = store.publish(writing.clone(), manifest) else { return TakerEvent::Published };
     loop {
         match store.snapshot(&group, Some(number)) {
-            Ok(_) => return TakerEvent::Published,
-            Err(StoreError::NoSnapshot { .. } | StoreError::NoSnapshots(_)) => {
+            Ok(found) if found == *manifest => {
+                if let Err(error) = store.end_writing(&writing) {
+                    warn!("nothing is removed from the store for a day: {error}");
+                }
+                return TakerEvent::Published;
+            }
+            // None, or another's of its number.
+            Ok(_) | Err(StoreError::NoSnapshot { .. } | StoreError::NoSnapshots(_)) => {
                 if let Err(error) = store.abandon(writing, unix_now()) {
                     warn!("what was stored of a snapshot that was given up: {error}");
                 }

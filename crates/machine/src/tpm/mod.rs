@@ -88,11 +88,15 @@ impl Tpm {
         self.used.swap(used, Ordering::Relaxed) != used
     }
 
-    /// Brings what swtpm has written to stable storage: it is the TPM's state from then on, and other
-    /// copies are none.
     pub(crate) fn settle(&self) -> anyhow::Result<()> {
-        files::settle(&self.run_dir).context("cannot settle the TPM's state")
+        settle(&self.run_dir)
     }
+}
+
+/// Brings what swtpm has written in a VM's directory to stable storage: it is the TPM's state from then
+/// on, and other copies are none.
+pub fn settle(run_dir: &Path) -> anyhow::Result<()> {
+    files::settle(run_dir).context("cannot settle the TPM's state")
 }
 
 /// The time that a process's first thread has used a processor, or waited for one.

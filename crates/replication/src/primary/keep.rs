@@ -7,8 +7,9 @@ use anyhow::bail;
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use std::mem;
 use std::time::{Duration, Instant};
+use tracing::debug;
 use understudy_cluster::messages::{KeepOrder, Kept};
-use understudy_protocol::Epoch;
+use understudy_protocol::{Epoch, GroupName};
 use understudy_snapshot::SnapshotNumber;
 use understudy_threads::lock;
 
@@ -25,7 +26,53 @@ pub type InPause = Box<dyn FnOnce() -> anyhow::Result<()> + Send>;
 #[derive(Default)]
 pub(super) struct Keeping {
     wanted: Option<Request>,
-    answer: Option<Sender<Kept>>,
+    waiting: Option<Waiting>,
+}
+
+/// Whoever waits for what the backup says of one snapshot.
+struct Waiting {
+    group: GroupName,
+    number: SnapshotNumber,
+    answer: Sender<Kept>,
+}
+
+impl Waiting {
+    fn is_for(&self, group: &GroupName, number: SnapshotNumber) -> bool {
+        (&self.group, self.number) == (group, number)
+    }
+}
+
+impl Keeping {
+    /// An image is wanted. Gives the channels on which it is said that its epoch is closed, and what the
+    /// backup has of it.
+    fn of(
+        order: &KeepOrder,
+        in_pause: InPause,
+    ) -> (Keeping, Receiver<anyhow::Result<()>>, Receiver<Kept>) {
+        let (closed, told) = crossbeam_channel::bounded(1);
+        let (answer, answers) = crossbeam_channel::bounded(1);
+        let (group, number) = (order.group.clone(), order.number);
+        let waiting = Some(Waiting { group, number, answer });
+        let wanted = Some(Request { order: order.clone(), in_pause, closed });
+        (Keeping { wanted, waiting }, told, answers)
+    }
+
+    /// The backup says what became of an image. One of a snapshot that was given up comes too late, and
+    /// is none of the next one's.
+    fn kept(&self, kept: Kept) {
+        match &self.waiting {
+            Some(waiting) if waiting.is_for(&kept.group, kept.number) => {
+                // One answer is waited for.
+                let _ = waiting.answer.try_send(kept);
+            }
+            _ => debug!("the backup's image for snapshot {} comes too late", kept.number),
+        }
+    }
+
+    /// Nobody waits for this snapshot any more.
+    fn let_go(&mut self, group: &GroupName, number: SnapshotNumber) {
+        self.waiting.take_if(|waiting| waiting.is_for(group, number));
+    }
 }
 
 struct Request {
@@ -79,10 +126,7 @@ impl Session {
         order: &KeepOrder,
         in_pause: InPause,
     ) -> anyhow::Result<Receiver<Kept>> {
-        let (closed, told) = crossbeam_channel::bounded(1);
-        let (answer, answers) = crossbeam_channel::bounded(1);
-        let wanted = Request { order: order.clone(), in_pause, closed };
-        let asked = Keeping { wanted: Some(wanted), answer: Some(answer) };
+        let (asked, told, answers) = Keeping::of(order, in_pause);
         let former = mem::replace(&mut lock(&self.awaited).keeping, asked);
         drop(former);
         self.group.ring();
@@ -105,16 +149,53 @@ impl Session {
 
     /// The backup says what became of an image.
     pub(super) fn kept(&self, kept: Kept) {
-        if let Some(answer) = &lock(&self.awaited).keeping.answer {
-            // One answer is waited for.
-            let _ = answer.try_send(kept);
-        }
+        lock(&self.awaited).keeping.kept(kept);
     }
 
     /// The snapshot was given up.
-    pub fn let_go(&self, number: SnapshotNumber) {
-        lock(&self.awaited).keeping.answer = None;
+    pub fn let_go(&self, group: &GroupName, number: SnapshotNumber) {
+        lock(&self.awaited).keeping.let_go(group, number);
         // If it cannot be sent, the backup has nothing to keep any more.
         let _ = self.say(&ToBackup::LetGo(number));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use understudy_protocol::literal;
+    use understudy_snapshot::Compression;
+
+    fn order(group: &'static str, number: u64) -> KeepOrder {
+        KeepOrder {
+            group: literal(group),
+            number: SnapshotNumber(number),
+            store: "/srv/snapshots".parse().unwrap(),
+            compression: Compression::None,
+            trace_ms: 0,
+        }
+    }
+
+    fn kept(group: &'static str, number: u64) -> Kept {
+        Kept { group: literal(group), number: SnapshotNumber(number), image: Err("why".into()) }
+    }
+
+    /// The next snapshot was published with it, of another moment than that of its other members.
+    #[test]
+    fn an_image_that_comes_too_late_is_not_taken_for_the_next_snapshots() {
+        let of = |number| Keeping::of(&order("shop", number), Box::new(|| Ok(())));
+        let (mut keeping, _, first) = of(1);
+        keeping.let_go(&literal("shop"), SnapshotNumber(1));
+        keeping.kept(kept("shop", 1));
+        let (mut keeping, _, second) = of(2);
+        keeping.kept(kept("shop", 1));
+        keeping.kept(kept("db", 2));
+        assert!(first.try_recv().is_err() && second.try_recv().is_err());
+        keeping.let_go(&literal("shop"), SnapshotNumber(1));
+        keeping.kept(kept("shop", 2));
+        assert_eq!(second.try_recv(), Ok(kept("shop", 2)));
+        keeping.let_go(&literal("shop"), SnapshotNumber(2));
+        keeping.kept(kept("shop", 2));
+        assert!(second.try_recv().is_err());
     }
 }

@@ -2,10 +2,22 @@
 
 use super::chunk::{BLOB_CHUNK_BYTES, Compression};
 use crate::graph::Crossing;
-use crate::{Area, ChunkId, Incarnation, SnapshotNumber};
+use crate::{Area, ChunkId, Incarnation, SnapshotNumber, UNIT_BYTES};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
-use understudy_protocol::{GroupName, HostName, VmName};
+use understudy_protocol::{BlockId, GroupName, HostName, VmName};
+
+/// QEMU's list of RAM blocks begins with the main memory.
+const MAIN_MEMORY: Area = Area::Memory(BlockId(0));
+
+/// The largest main memory that a definition can have: 16 TiB.
+const MOST_MEMORY: u64 = 1 << 44;
+
+/// More than all other RAM blocks of a VM have together, video memory among them: 8 GiB.
+const MOST_OTHER_BLOCKS: u64 = 8 << 30;
+
+/// More than all disks of a VM have together: 64 TiB.
+const MOST_DISKS: u64 = 1 << 46;
 
 /// A snapshot of a group.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -188,7 +200,8 @@ impl Unfit {
                 return Err(Unfit::MachineType { member, machine_type });
             }
         }
-        let needed = members.iter().map(|member| member.machine.memory).sum();
+        let memory = members.iter().map(|member| member.machine.memory);
+        let needed = memory.fold(0, u64::saturating_add);
         if needed > free {
             let names: Vec<&str> = members.iter().map(|member| &member.name[..]).collect();
             return Err(Unfit::Memory { members: names.join(", "), needed, free });
@@ -216,6 +229,41 @@ impl Manifest {
 }
 
 impl MemberManifest {
+    /// What is wrong with a part that could be read. A map of few bytes can stand for any length: what
+    /// is allocated for an area is as long as it is said to be here.
+    pub(crate) fn check(&self) -> Result<(), &'static str> {
+        let areas: BTreeSet<Area> = self.areas.iter().map(|entry| entry.area).collect();
+        if areas.len() != self.areas.len() {
+            return Err("it has a RAM block or a disk twice");
+        }
+        let main = self.areas.iter().find(|entry| entry.area == MAIN_MEMORY);
+        let main = main.ok_or("it has no main memory")?.bytes;
+        if main != self.machine.memory || main > MOST_MEMORY {
+            return Err("its main memory is not as long as its machine's");
+        }
+        if self.bytes_of(|area| matches!(area, Area::Memory(_))) - main > MOST_OTHER_BLOCKS {
+            return Err("its RAM blocks are longer than any machine's");
+        }
+        if self.bytes_of(|area| matches!(area, Area::Disk(_))) > MOST_DISKS {
+            return Err("its disks are longer than any machine's");
+        }
+        match self.sampled.is_some_and(|pages| pages > self.pages()) {
+            true => Err("its working set is larger than its memory"),
+            false => Ok(()),
+        }
+    }
+
+    fn bytes_of(&self, is_meant: impl Fn(Area) -> bool) -> u64 {
+        let meant = self.areas.iter().filter(|entry| is_meant(entry.area));
+        meant.map(|entry| entry.bytes).fold(0, u64::saturating_add)
+    }
+
+    /// Pages of all RAM blocks.
+    pub(crate) fn pages(&self) -> u64 {
+        let bytes = self.bytes_of(|area| matches!(area, Area::Memory(_)));
+        bytes.div_ceil(UNIT_BYTES as u64)
+    }
+
     /// The blobs that it refers to.
     pub(crate) fn blobs(&self) -> impl Iterator<Item = &Blob> {
         let areas = self.areas.iter().map(|entry| &entry.map);

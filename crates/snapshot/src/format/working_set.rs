@@ -28,6 +28,9 @@ pub struct WorkingSet {
 
 const RUN_BYTES: usize = 2 + 8 + 4;
 
+/// More pages than any queue has, whose accesses are traced for seconds: 128 GiB of memory.
+const MOST_QUEUED: u64 = 1 << 25;
+
 impl WorkingSet {
     /// Encodes it as it is stored: runs of neighbouring pages.
     pub fn encode(&self) -> Vec<u8> {
@@ -42,16 +45,20 @@ impl WorkingSet {
     }
 
     /// Decodes what [`WorkingSet::encode`] made. `most` is how many pages the member has: a run of
-    /// few bytes stands for many pages, and a queue has none twice.
+    /// few bytes stands for many pages, and a queue has none twice. Nor has it all of a very large memory.
     pub fn decode(bytes: &[u8], most: u64) -> Result<WorkingSet, Malformed> {
         let mut reader = Reader(bytes);
         let size = reader.u64()?;
+        if size > most {
+            return Err(Malformed("the working set is larger than the memory"));
+        }
+        let longest = most.min(MOST_QUEUED);
         let mut queue = Vec::with_capacity(reader.0.len() / RUN_BYTES);
         while !reader.0.is_empty() {
             let (block, first) = (BlockId(reader.u16()?), reader.u64()?);
             let count = u64::from(reader.u32()?);
-            if count > most.saturating_sub(queue.len() as u64) || first > u64::MAX - count {
-                return Err(Malformed("the queue has more pages than the memory"));
+            if count > longest.saturating_sub(queue.len() as u64) || first > u64::MAX - count {
+                return Err(Malformed("the queue has more pages than there can be"));
             }
             let pages = (first..first + count).map(PageIndex);
             queue.extend(pages.map(|index| Page { block, index }));
@@ -87,5 +94,7 @@ mod tests {
     fn a_long_run_does_not_allocate_what_is_not_there() {
         let bytes = [&[0; 18][..], &u32::MAX.to_le_bytes()].concat();
         assert!(WorkingSet::decode(&bytes, 1 << 20).is_err());
+        assert!(WorkingSet::decode(&bytes, 1 << 32).is_err(), "a memory of 16 TiB");
+        assert!(WorkingSet::decode(&u64::MAX.to_le_bytes(), 1 << 20).is_err());
     }
 }

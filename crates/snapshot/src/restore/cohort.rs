@@ -40,6 +40,8 @@ pub enum CohortAction {
     Start,
     /// The VM that runs will not be stopped for another member's sake any more.
     Settle,
+    /// All of it is there, and it stays: what the VM was before is not needed any more.
+    Conclude,
     /// The coordinator is silent: give the restore up at the arbiter, unless the coordinator has
     /// decided that all members stay. Asked again if there is no answer.
     Ask,
@@ -144,6 +146,9 @@ impl Cohort {
             },
             (CohortEvent::Complete, CohortPhase::Running) => {
                 self.enter(CohortPhase::Restored, actions);
+                if self.settled {
+                    actions.push(CohortAction::Conclude);
+                }
             }
             (CohortEvent::Complete, _) => self.complete = true,
             (CohortEvent::Failed(why), phase) if !phase.is_given_up() => {
@@ -189,9 +194,10 @@ impl Cohort {
     fn settle(&mut self, actions: &mut Vec<CohortAction>) {
         self.settled = true;
         // Of one that is whole nothing can be lost with the daemon.
-        if self.phase == CohortPhase::Running {
-            actions.push(CohortAction::Settle);
-        }
+        actions.push(match self.phase {
+            CohortPhase::Running => CohortAction::Settle,
+            _ => CohortAction::Conclude,
+        });
     }
 
     fn give_up(&mut self, why: Option<String>, actions: &mut Vec<CohortAction>) {

@@ -21,6 +21,7 @@ fn a_lossy_network_only_delays_a_restore() {
         let world = play(seed, faults, PATIENCE);
         assert_eq!(world.phase(), Some(&RestorePhase::Restored(vec![])), "seed {seed}");
         assert_eq!(world.running(), MEMBERS);
+        assert!(world.hosts.iter().all(|host| host.concluded), "seed {seed}");
         assert!(world.restorer.as_ref().unwrap().is_over());
         settled += world.hosts.iter().filter(|host| host.settled).count();
     }
@@ -48,6 +49,8 @@ fn a_failure_before_all_have_started_stops_everybody_and_is_named() {
                 failed += 1;
                 assert_eq!(world.running(), 0, "seed {seed}");
                 assert!(!world.hosts.iter().any(|host| host.settled), "seed {seed}");
+                // Of each there is still what it was before.
+                assert!(!world.hosts.iter().any(|host| host.concluded), "seed {seed}");
                 assert!(world.restorer.as_ref().unwrap().is_over());
                 let Failure { member, why } = failure;
                 let expected = if failures {

@@ -7,7 +7,7 @@ use crate::format::{
     encode_frames,
 };
 use crate::pack::NewChunk;
-use crate::{Area, ChunkId, UNIT_BYTES};
+use crate::{ChunkId, UNIT_BYTES};
 use futures_util::{StreamExt, TryStreamExt, stream};
 use object_store::path::Path;
 use object_store::{ObjectStoreExt, PutPayload};
@@ -170,10 +170,11 @@ impl Store {
         let what = || format!("the part of {}", entry.name);
         let member: MemberManifest =
             serde_json::from_slice(&json).map_err(|error| StoreError::damaged(what(), error))?;
-        match member.name == entry.name {
-            true => Ok(member),
-            false => Err(StoreError::damaged(what(), "it is another member's")),
+        if member.name != entry.name {
+            return Err(StoreError::damaged(what(), "it is another member's"));
         }
+        member.check().map_err(|why| StoreError::damaged(what(), why))?;
+        Ok(member)
     }
 
     /// The map of a member's area.
@@ -229,11 +230,8 @@ impl Store {
     }
 
     fn queue(&self, member: &MemberManifest, blob: &Blob) -> Result<WorkingSet, StoreError> {
-        let memory = |entry: &&AreaEntry| matches!(entry.area, Area::Memory(_));
-        let units = |entry: &AreaEntry| entry.bytes.div_ceil(UNIT_BYTES as u64);
-        let pages = member.areas.iter().filter(memory).map(units).sum();
         let bytes = self.blob(blob)?;
-        self.whole(member, "working set", WorkingSet::decode(&bytes, pages))
+        self.whole(member, "working set", WorkingSet::decode(&bytes, member.pages()))
     }
 
     fn whole<T>(

@@ -222,7 +222,7 @@ fn aad(name: &str) -> Aad<&[u8]> {
     Aad::from(name.as_bytes())
 }
 
-fn random(bytes: &mut [u8]) -> io::Result<()> {
+pub(super) fn random(bytes: &mut [u8]) -> io::Result<()> {
     SystemRandom::new().fill(bytes).map_err(|_| io::Error::other("there are no random numbers"))
 }
 

@@ -107,8 +107,16 @@ pub enum StoreError {
         readers: String,
     },
     /// The store is being cleaned up.
-    #[error("chunks that nothing refers to are being removed from the store; try again shortly")]
-    Sweeping,
+    #[error(
+        "chunks that nothing refers to are being removed from the store: whoever does it said so \
+         {said_ago} s ago; try again shortly, or in {dead_in} s if nobody does it any more"
+    )]
+    Sweeping {
+        /// Seconds since whoever removes them said last that it goes on.
+        said_ago: u64,
+        /// Seconds until he counts as dead, if he says nothing more.
+        dead_in: u64,
+    },
     /// The snapshot took so long, or its store was so often out of reach, that others took it
     /// for dead and cleaned up behind it.
     #[error("snapshot {0} was given up by a clean-up of the store before it was complete")]

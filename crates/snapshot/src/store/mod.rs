@@ -16,6 +16,7 @@ mod chunks;
 mod encryption;
 mod error;
 mod location;
+mod mark;
 mod pace;
 mod reading;
 mod retention;

@@ -1,7 +1,7 @@
 //! Whoever restores from a snapshot says so in its store, so that it is not deleted meanwhile.
 
+use super::mark::begun;
 use super::snapshots::DEAD_AFTER_SECONDS;
-use super::sweep::begun;
 use super::{Store, StoreError};
 use crate::SnapshotNumber;
 use object_store::path::Path;

@@ -1,5 +1,7 @@
 //! Snapshots begin, become visible, are listed, and go.
 
+use super::mark::MarkWord;
+use super::sweep::OtherSweep;
 use super::{CONCURRENT, Store, StoreError, Swept};
 use crate::format::{Manifest, seal_envelope};
 use crate::{ChunkId, SnapshotNumber};
@@ -22,6 +24,8 @@ pub struct Writing {
     pub group: GroupName,
     /// The number that it has.
     pub number: SnapshotNumber,
+    /// What its mark says.
+    word: MarkWord,
 }
 
 /// A snapshot in the store.
@@ -47,17 +51,23 @@ impl Store {
         let known = self.numbers("snapshots", group)?.into_keys();
         let begun = self.numbers("writing", group)?.into_keys();
         let mut number = known.chain(begun).max().unwrap_or_default().max(after).next();
-        let mark = |number| self.writing_path(&Writing { group: group.to_owned(), number });
-        while !self.put_new(&mark(number), now.to_string().into_bytes())? {
+        let word = self.mark_word()?;
+        while !self.put_mark(&self.writing_path(group, number), &word, now)? {
             number = number.next();
         }
-        let writing = Writing { group: group.to_owned(), number };
+        let writing = Writing { group: group.to_owned(), number, word };
         // Whoever sweeps looks for our mark after making his: one of us sees the other.
-        match self.is_sweeping(now)? {
-            false => Ok(writing),
-            true => {
-                self.delete(&mark(number))?;
-                Err(StoreError::Sweeping)
+        let sweep = self.other_sweep(now).and_then(|sweep| match sweep {
+            None => Ok(()),
+            Some(OtherSweep { said_ago, dead_in }) => {
+                Err(StoreError::Sweeping { said_ago, dead_in })
+            }
+        });
+        match sweep {
+            Ok(()) => Ok(writing),
+            Err(error) => {
+                self.end_writing(&writing)?;
+                Err(error)
             }
         }
     }
@@ -73,8 +83,8 @@ impl Store {
     pub fn publish(&self, writing: Writing, manifest: &Manifest) -> Result<(), StoreError> {
         assert_eq!((&writing.group, writing.number), (&manifest.group, manifest.number));
         self.check_whole(manifest)?;
-        let mark = self.writing_path(&writing);
-        if self.get(&mark)?.is_none() {
+        let mark = self.writing_path(&writing.group, writing.number);
+        if !self.has_mark(&mark, &writing.word)? {
             return Err(StoreError::Overtaken(writing.number));
         }
         let json = serde_json::to_string_pretty(manifest)
@@ -82,15 +92,22 @@ impl Store {
         let sealed = seal_envelope("snapshot", &(json + "\n"));
         let place = manifest_place(&writing.group, writing.number);
         let sealed = self.seal(&place, sealed.into_bytes())?;
-        if !self.put_new(&self.path(&place), sealed)? {
+        let path = self.path(&place);
+        // A request whose answer is lost is sent again, and finds what it has made itself.
+        if !self.put_new(&path, sealed.clone())? && self.get(&path)? != Some(sealed) {
             return Err(StoreError::Overtaken(writing.number));
         }
         self.delete(&mark)
     }
 
+    /// The snapshot is there, or given up: nothing of it is written any more.
+    pub fn end_writing(&self, writing: &Writing) -> Result<(), StoreError> {
+        self.remove_mark(&self.writing_path(&writing.group, writing.number), &writing.word)
+    }
+
     /// Gives a snapshot up and removes what was written of it.
     pub fn abandon(&self, writing: Writing, now: u64) -> Result<Swept, StoreError> {
-        self.delete(&self.writing_path(&writing))?;
+        self.end_writing(&writing)?;
         self.sweep(now)
     }
 
@@ -159,8 +176,8 @@ impl Store {
         self.path(&manifest_place(group, number))
     }
 
-    fn writing_path(&self, writing: &Writing) -> Path {
-        self.path(&format!("writing/{}/{}", writing.group, writing.number))
+    fn writing_path(&self, group: &GroupName, number: SnapshotNumber) -> Path {
+        self.path(&format!("writing/{group}/{number}"))
     }
 
     fn numbers(

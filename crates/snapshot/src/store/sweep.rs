@@ -1,20 +1,22 @@
 //! Chunks that no snapshot refers to are removed. Nothing is counted that could be counted
 //! wrongly: what is needed is read from the manifests that are there.
 
+use super::mark::{MarkWord, begun};
 use super::snapshots::DEAD_AFTER_SECONDS;
 use super::{CONCURRENT, Listed, Store, StoreError};
 use crate::ChunkId;
-use crate::format::{Manifest, MemberManifest};
+use crate::format::{Manifest, MemberEntry, MemberManifest};
 use futures_util::{StreamExt, TryStreamExt, stream};
 use object_store::ObjectStoreExt;
 use object_store::path::Path;
 use std::collections::BTreeSet;
 use std::time::Instant;
 
-/// A sweep that has said nothing for so long is dead.
-const SWEEP_DEAD_AFTER_SECONDS: u64 = 3600;
+/// A sweep that has said nothing for so long is dead: no snapshot begins before that.
+const SWEEP_DEAD_AFTER_SECONDS: u64 = 600;
 
-/// Chunks that are removed before a sweep says again that it lives. A store needs seconds for them.
+/// Chunks that are removed, or listed, before a sweep says again that it lives. A store needs seconds
+/// for them.
 const AT_ONCE: usize = 1000;
 
 /// What became of a sweep.
@@ -33,11 +35,21 @@ pub enum Swept {
 struct Sweep<'s> {
     store: &'s Store,
     mark: Path,
+    word: MarkWord,
     /// When it began, in seconds since 1970, and by this process's clock.
     since: u64,
     clock: Instant,
-    /// What the mark says.
+    /// When it said last that it lives.
     marked: u64,
+}
+
+/// A sweep of somebody's that may be under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct OtherSweep {
+    /// Seconds since it said last that it lives.
+    pub said_ago: u64,
+    /// Seconds until it counts as dead, if it says nothing more.
+    pub dead_in: u64,
 }
 
 impl Sweep<'_> {
@@ -49,26 +61,18 @@ impl Sweep<'_> {
     /// anything is removed, and while that is found out: it also says that the sweep lives.
     fn goes_on(&mut self) -> Result<bool, StoreError> {
         let now = self.now();
-        if !self.is_own_mark()? || is_dead(self.marked, now) {
+        if !self.store.has_mark(&self.mark, &self.word)? || is_dead(self.marked, now) {
             return Ok(false);
         }
         if now > self.marked {
-            self.store.put(&self.mark, now.to_string().into_bytes())?;
+            self.store.put(&self.mark, self.word.at(now).into_bytes())?;
             self.marked = now;
         }
         Ok(true)
     }
 
-    fn is_own_mark(&self) -> Result<bool, StoreError> {
-        let mark = self.store.get(&self.mark)?;
-        Ok(mark.is_some_and(|mark| mark == self.marked.to_string().as_bytes()))
-    }
-
     fn end(self) -> Result<(), StoreError> {
-        match self.is_own_mark()? {
-            true => self.store.delete(&self.mark),
-            false => Ok(()),
-        }
+        self.store.remove_mark(&self.mark, &self.word)
     }
 }
 
@@ -86,21 +90,26 @@ impl Store {
     }
 
     fn begin_sweep(&self, now: u64) -> Result<Option<Sweep<'_>>, StoreError> {
-        let mark = self.path("sweeping");
-        if self.put_new(&mark, now.to_string().into_bytes())? {
+        let (mark, word) = (self.path("sweeping"), self.mark_word()?);
+        if self.put_mark(&mark, &word, now)? {
             let clock = Instant::now();
-            return Ok(Some(Sweep { store: self, mark, since: now, clock, marked: now }));
+            return Ok(Some(Sweep { store: self, mark, word, since: now, clock, marked: now }));
         }
-        if !self.is_sweeping(now)? {
+        if self.other_sweep(now)?.is_none() {
             // Its owner has died. The next sweep finds no mark.
             self.delete(&mark)?;
         }
         Ok(None)
     }
 
-    pub(super) fn is_sweeping(&self, now: u64) -> Result<bool, StoreError> {
+    /// A sweep that is under way so far as anybody knows.
+    pub(super) fn other_sweep(&self, now: u64) -> Result<Option<OtherSweep>, StoreError> {
         let mark = self.get(&self.path("sweeping"))?;
-        Ok(mark.is_some_and(|mark| !is_dead(begun(&mark), now)))
+        let said = mark.map(|mark| begun(&mark)).filter(|&said| !is_dead(said, now));
+        Ok(said.map(|said| OtherSweep {
+            said_ago: now.saturating_sub(said),
+            dead_in: said.saturating_add(SWEEP_DEAD_AFTER_SECONDS) - now,
+        }))
     }
 
     fn sweep_alone(&self, sweep: &mut Sweep<'_>) -> Result<Swept, StoreError> {
@@ -111,10 +120,7 @@ impl Store {
             Ok(needed) => needed,
             Err(instead) => return Ok(instead),
         };
-        let name = |path: &Path| path.filename()?.parse::<ChunkId>().ok();
-        // What is no chunk, though it lies there, is none of our business.
-        let is_unneeded = |path: &Path| name(path).is_some_and(|id| !needed.contains(&id));
-        let unneeded: Vec<Path> = self.list("chunks")?.into_iter().filter(is_unneeded).collect();
+        let Some(unneeded) = self.unneeded(sweep, &needed)? else { return Ok(Swept::Later) };
         for some in unneeded.chunks(AT_ONCE) {
             if !sweep.goes_on()? {
                 return Ok(Swept::Later);
@@ -122,6 +128,33 @@ impl Store {
             self.remove_chunks(some)?;
         }
         Ok(Swept::Removed(unneeded.len() as u64))
+    }
+
+    /// All chunks but those that are needed; none if the sweep does not go on.
+    fn unneeded(
+        &self,
+        sweep: &mut Sweep<'_>,
+        needed: &BTreeSet<ChunkId>,
+    ) -> Result<Option<Vec<Path>>, StoreError> {
+        let name = |path: &Path| path.filename()?.parse::<ChunkId>().ok();
+        // What is no chunk, though it lies there, is none of our business.
+        let is_unneeded = |path: &Path| name(path).is_some_and(|id| !needed.contains(&id));
+        let folder = self.path("chunks");
+        let mut listed = self.objects.list(Some(&folder)).chunks(AT_ONCE);
+        let mut unneeded = Vec::new();
+        while let Some(some) = self.block(listed.next()) {
+            for one in some {
+                match one {
+                    Ok(meta) => unneeded.extend(Some(meta.location).filter(is_unneeded)),
+                    Err(object_store::Error::NotFound { .. }) => {}
+                    Err(error) => return Err(self.failed(format!("list {folder}"), error)),
+                }
+            }
+            if !sweep.goes_on()? {
+                return Ok(None);
+            }
+        }
+        Ok(Some(unneeded))
     }
 
     /// Whether a snapshot is being written. Marks of what has died go.
@@ -145,13 +178,9 @@ impl Store {
         let (mut needed, mut there) = (BTreeSet::new(), BTreeSet::new());
         for group in self.groups()? {
             for Listed { number, manifest } in self.snapshots(&group)? {
-                if !sweep.goes_on()? {
-                    return Ok(Err(Swept::Later));
-                }
-                match manifest.and_then(|manifest| self.references(&manifest)) {
-                    Ok(references) => {
-                        needed.extend(references.into_iter().map(|id| self.stored_name(id)));
-                    }
+                match manifest.and_then(|manifest| self.add_needed(sweep, &manifest, &mut needed)) {
+                    Ok(true) => {}
+                    Ok(false) => return Ok(Err(Swept::Later)),
                     Err(error @ StoreError::Failed { .. }) => return Err(error),
                     Err(error) => {
                         let which = format!("snapshot {number} of {group}");
@@ -165,6 +194,22 @@ impl Store {
             true => Err(Swept::Later),
             false => Ok(needed),
         })
+    }
+
+    /// Adds what a snapshot needs; false if the sweep does not go on.
+    fn add_needed(
+        &self,
+        sweep: &mut Sweep<'_>,
+        manifest: &Manifest,
+        needed: &mut BTreeSet<ChunkId>,
+    ) -> Result<bool, StoreError> {
+        for entry in &manifest.members {
+            if !sweep.goes_on()? {
+                return Ok(false);
+            }
+            needed.extend(self.entry_references(entry)?.into_iter().map(|id| self.stored_name(id)));
+        }
+        Ok(true)
     }
 
     fn remove_chunks(&self, chunks: &[Path]) -> Result<(), StoreError> {
@@ -182,9 +227,14 @@ impl Store {
     pub(super) fn references(&self, manifest: &Manifest) -> Result<BTreeSet<ChunkId>, StoreError> {
         let mut references = BTreeSet::new();
         for entry in &manifest.members {
-            references.extend(&entry.part.chunks);
-            references.extend(self.member_references(&self.member(entry)?)?);
+            references.extend(self.entry_references(entry)?);
         }
+        Ok(references)
+    }
+
+    fn entry_references(&self, entry: &MemberEntry) -> Result<BTreeSet<ChunkId>, StoreError> {
+        let mut references = self.member_references(&self.member(entry)?)?;
+        references.extend(&entry.part.chunks);
         Ok(references)
     }
 
@@ -196,12 +246,6 @@ impl Store {
         }
         Ok(references)
     }
-}
-
-/// When a mark was made; one that cannot be read was made just now, so far as anybody knows.
-pub(super) fn begun(mark: &[u8]) -> u64 {
-    let seconds = mark.split(|&byte| byte == b' ').next().unwrap_or_default();
-    std::str::from_utf8(seconds).ok().and_then(|text| text.parse().ok()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]
@@ -221,7 +265,8 @@ mod tests {
         // As if it had taken so long since.
         sweep.since += SWEEP_DEAD_AFTER_SECONDS - 60;
         assert!(sweep.goes_on().unwrap());
-        assert!(store.is_sweeping(NOW + SWEEP_DEAD_AFTER_SECONDS).unwrap(), "it lives");
+        let other = store.other_sweep(NOW + SWEEP_DEAD_AFTER_SECONDS).unwrap();
+        assert_eq!(other.map(|other| other.said_ago), Some(60), "it lives");
         sweep.since += SWEEP_DEAD_AFTER_SECONDS;
         assert!(!sweep.goes_on().unwrap(), "nobody believed that it lives");
         sweep.end().unwrap();

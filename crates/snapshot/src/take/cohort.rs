@@ -82,6 +82,11 @@ impl TakeCohort {
         &self.phase
     }
 
+    /// Whether everything of that snapshot is in the store, and it may still come to exist.
+    pub fn has_saved(&self, number: SnapshotNumber) -> bool {
+        number == self.number && matches!(self.phase, TakeCohortPhase::Saved(_))
+    }
+
     /// Time at which [`TakeEvent::Tick`] is due next, if nothing else happens.
     pub fn deadline(&self) -> Option<Time> {
         self.is_busy().then(|| self.silence.next_look())

@@ -118,7 +118,7 @@ impl Host<'_> {
                     self.load(Loader::is_complete);
                     reports.extend(self.event(now, CohortEvent::Complete));
                 }
-                CohortAction::Settle => {}
+                CohortAction::Settle | CohortAction::Conclude => {}
                 CohortAction::Discard | CohortAction::Ask => panic!("nothing fails here"),
                 CohortAction::Report(report) => reports.push(report),
             }

@@ -157,10 +157,7 @@ impl Bank<'_> {
             scene.host(home(member))?.call(["vm", "start", &definition])?;
         }
         for member in 0..MEMBERS {
-            let shell = SocketAddr::from((address(member), SHELL_PORT));
-            let mut shell = wait_for("a bank to boot", LIMIT, || {
-                Ok(GuestShell::connect(scene.lab(), shell).ok())
-            })?;
+            let mut shell = bank.shell(member)?;
             let peers = (0..MEMBERS).filter(|peer| *peer != member);
             let peers: Vec<_> = peers.map(|peer| format!("{}:{PORT}", address(peer))).collect();
             let peers = peers.join(" ");
@@ -180,10 +177,31 @@ impl Bank<'_> {
         let card = table.get_mut("card").and_then(|cards| cards.get_mut(0));
         let card = card.and_then(toml::Value::as_table_mut).context("no card")?;
         card.insert("mac".into(), format!("52:54:00:75:75:{member:02x}").into());
+        self.copy_disks(&mut table, member)?;
         let path = self.scene.lab().directory().join(format!("{}.toml", name(member)));
         fs::write(&path, table.to_string())?;
         self.scene.spare_boot(&path)?;
         Ok(path)
+    }
+
+    /// A member has disks of its own, if the scene's guest has any.
+    fn copy_disks(&self, table: &mut Table, member: usize) -> Result<()> {
+        let disks = table.get_mut("disk").and_then(toml::Value::as_array_mut);
+        for disk in disks.into_iter().flatten() {
+            let shared = disk["path"].as_str().context("a disk without a path")?.to_owned();
+            let own = format!("{shared}.{}", name(member));
+            fs::copy(&shared, &own)?;
+            disk["path"] = own.into();
+        }
+        Ok(())
+    }
+
+    /// A shell of a member's guest.
+    pub fn shell(&self, member: usize) -> Result<GuestShell> {
+        let shell = SocketAddr::from((address(member), SHELL_PORT));
+        wait_for("a bank to be there", LIMIT, || {
+            Ok(GuestShell::connect(self.scene.lab(), shell).ok())
+        })
     }
 
     fn report(&self, member: usize) -> Result<Report> {

@@ -3,12 +3,15 @@
 
 use crate::cluster::{Bank, await_payments, bank_of, bank_options, name, with_cluster};
 use crate::refusals::{log_of, says};
-use crate::stage::{LIMIT, await_forgotten, daemon, play, refusal, refused, vms};
+use crate::stage::{Calm, LIMIT, await_forgotten, daemon, play, refusal, refused, vms};
 use anyhow::{Result, ensure};
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::fs;
 use std::path::PathBuf;
 use std::process::Child;
 use tempfile::TempDir;
-use understudy_lab::{HostOptions, Scene, wait_for};
+use understudy_lab::{HostOptions, Scene, SceneOptions, wait_for};
 
 /// A moment of a host's, at which the thread that gets there stands still.
 pub struct Moment {
@@ -160,6 +163,36 @@ fn the_coordinators_host_dies_before_a_snapshot_exists() {
     the_coordinators_host_dies("snapshot-publishing");
 }
 
+/// All of a member is stored when the snapshot is given up. Before, its machine was pinned then, with
+/// what guards its memory: the VM could be neither protected nor started again.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_snapshot_that_is_given_up_as_a_member_is_saved_leaves_nothing_there() {
+    let moment = Moment::new();
+    let mut options = bank_options();
+    options.daemons.insert("b".to_owned(), moment.host("snapshot-saved", "1*"));
+    play(options.calm(), |scene| {
+        Bank::found(scene)?;
+        let own = name(1);
+        let taking = begin(scene, "a", &SNAPSHOT)?;
+        moment.await_reached()?;
+        power_fails(scene, "a")?;
+        failed(taking)?;
+        wait_for("host b to give it up", LIMIT, || {
+            Ok(log_of(scene, "b")?.contains("snapshot 1 is given up").then_some(()))
+        })?;
+        moment.end()?;
+        comes_back(scene, "a", with_cluster(daemon()))?;
+        Bank::of(scene).protect(1)?;
+        let host = scene.host("b")?;
+        host.call(["vm", "stop", &own, "--force"])?;
+        await_forgotten(scene, "a")?;
+        host.call(["vm", "start", &own])?;
+        await_running(scene, "b", &own)?;
+        Bank::of(scene).end()
+    });
+}
+
 /// Of three members, host b's gets to its moment in a restore in this mode; with it dies its host.
 /// What runs on host a is stopped.
 fn dies_in_a_restore(scene: &mut Scene, moment: &Moment, mode: &str) -> Result<String> {
@@ -193,6 +226,71 @@ fn a_members_host_dies_while_it_is_loaded() {
         comes_back(scene, "b", with_cluster(daemon()))?;
         Bank::of(scene).end()
     });
+}
+
+/// Images of restores that a host has of a VM.
+fn restored_images(scene: &Scene, host: &str, vm: &str) -> Result<BTreeSet<OsString>> {
+    let directory = scene.host(host)?.directory().join("state").join(vm);
+    let names = fs::read_dir(directory)?.map(|entry| Ok(entry?.file_name()));
+    let names = names.collect::<Result<Vec<_>>>()?;
+    let is_restored = |name: &OsString| name.to_string_lossy().starts_with("restored-");
+    Ok(names.into_iter().filter(is_restored).collect())
+}
+
+/// Before, the first member that started removed the images on which it had run since an earlier
+/// restore, and nothing could be started on what was left. The same if the daemon dies then.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_restore_that_fails_leaves_the_images_of_the_one_before() {
+    let moment = Moment::new();
+    let mut options = SceneOptions { disks: 1, ..bank_options() };
+    // The first restore is not its moment.
+    options.daemons.insert("b".to_owned(), moment.host("restore-loaded", "1*off->"));
+    play(options, |scene| {
+        let (bank, own) = (Bank::found(scene)?, name(0));
+        let which = format!("bank@{}", bank.snapshot("a")?);
+        bank.end()?;
+        bank.json("a", &["cluster", "restore", &which, "--wait"])?;
+        bank.shell(0)?.run("echo later > /data/later; sync")?;
+        bank.end()?;
+        let former = restored_images(scene, "a", &own)?;
+        ensure!(former.len() == 1, "{former:?}");
+        let again = ["cluster", "restore", &which, "--mode", "lazy"];
+        let restoring = begin(scene, "a", &again)?;
+        moment.await_reached()?;
+        await_running(scene, "a", &own)?;
+        power_fails(scene, "b")?;
+        says(&failed(restoring)?, &["bank1 on host b", "no member runs", "had before"])?;
+        await_forgotten(scene, "a")?;
+        prove_former(scene, &former)?;
+
+        // Its own host dies, when nobody knows yet whether it stays.
+        moment.end()?;
+        comes_back(scene, "b", moment.host("restore-loaded", ""))?;
+        let restoring = begin(scene, "a", &again)?;
+        moment.await_reached()?;
+        await_running(scene, "a", &own)?;
+        let both = restored_images(scene, "a", &own)?;
+        ensure!(both.is_superset(&former) && both != former, "{both:?}");
+        power_fails(scene, "a")?;
+        failed(restoring)?;
+        moment.end()?;
+        await_forgotten(scene, "b")?;
+        comes_back(scene, "a", with_cluster(daemon()))?;
+        prove_former(scene, &former)
+    });
+}
+
+/// Host a's first member starts on these images, with all that it has written there, and ends.
+fn prove_former(scene: &Scene, former: &BTreeSet<OsString>) -> Result<()> {
+    let own = name(0);
+    let left = restored_images(scene, "a", &own)?;
+    ensure!(left == *former, "there is {left:?}, and was {former:?}");
+    scene.host("a")?.call(["vm", "start", &own])?;
+    let read = Bank::of(scene).shell(0)?.run("cat /data/later")?.text;
+    ensure!(read.trim() == "later", "{read}");
+    scene.host("a")?.call(["vm", "stop", &own, "--force"])?;
+    await_forgotten(scene, "a")
 }
 
 /// It runs, and the coordinator has not heard so.

@@ -119,6 +119,34 @@ fn a_silent_store_stalls_a_restored_guest_and_harms_nothing() {
     });
 }
 
+/// Before, the restore had failed with that, and nothing could be started on what was there of the disk.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_guest_that_powers_off_while_it_is_loaded_is_started_again_when_its_disk_is_there() {
+    let held_store = HeldStore::new();
+    play(held(&held_store), |scene| {
+        saved(scene)?;
+        let store = store(scene);
+        json(scene, "b", &["vm", "restore", VM, "--store", &store, "--mode", "lazy"])?;
+        let mut shell = scene.shell()?;
+        shell.run("echo later > /data/later; sync")?;
+        shell.start("poweroff")?;
+        await_forgotten(scene, "b")?;
+        let start = ["vm", "start", VM];
+        let (_, words) = refusal(scene.host("b")?, &start)?;
+        says(&words, &["is being restored", "try again once it is"])?;
+        held_store.let_go()?;
+        wait_for("the rest of the disk", LIMIT, || {
+            Ok(scene.host("b")?.cli(start)?.status.success().then_some(()))
+        })?;
+        scene.await_guest()?;
+        let read = scene.shell()?.run("cat /data/later")?.text;
+        ensure!(read.trim() == "later", "{read}");
+        scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "b")
+    });
+}
+
 /// Before, what the guest had still to load went with the snapshot, and it stood still for good.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
@@ -357,7 +385,7 @@ fn a_host_that_dies_while_a_guest_is_loaded_leaves_the_snapshot() {
         scene.restart_with("b", daemon().calm())?;
         await_forgotten(scene, "b")?;
         let (_, words) = refusal(scene.host("b")?, &["recover", VM, "--force"])?;
-        says(&words, &["being restored", "restore the snapshot again"])?;
+        says(&words, &["host b has no images of"])?;
         json(scene, "b", &["vm", "restore", VM, "--store", &store(scene)])?;
         prove_restored(scene, "b", &sums, count)?;
         scene.host("b")?.call(["vm", "stop", VM, "--force"])?;

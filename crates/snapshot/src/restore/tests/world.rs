@@ -53,6 +53,7 @@ pub(super) struct Host {
     pub(super) runs: Option<Time>,
     pub(super) ever_ran: bool,
     pub(super) settled: bool,
+    pub(super) concluded: bool,
     pub(super) to: VecDeque<(Time, Order)>,
     pub(super) from: VecDeque<(Time, Report)>,
 }
@@ -96,6 +97,7 @@ impl World {
             runs: None,
             ever_ran: false,
             settled: false,
+            concluded: false,
             to: VecDeque::new(),
             from: VecDeque::new(),
         };
@@ -217,6 +219,11 @@ impl World {
                 CohortAction::Settle => {
                     assert_eq!(self.arbiter.decision, Some(Decision::Settled));
                     assert!(!std::mem::replace(&mut self.hosts[at].settled, true), "twice");
+                }
+                CohortAction::Conclude => {
+                    assert_eq!(self.arbiter.decision, Some(Decision::Settled));
+                    assert_eq!(self.hosts[at].cohort.phase(), &CohortPhase::Restored);
+                    assert!(!std::mem::replace(&mut self.hosts[at].concluded, true), "twice");
                 }
                 CohortAction::Discard => {
                     self.hosts[at].discarded_at = Some(self.later(300));

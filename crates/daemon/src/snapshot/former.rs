@@ -1,0 +1,193 @@
+//! What a VM was on this host before a restore: on record, and on its disk, until the restore can come
+//! to nothing no more.
+
+use super::prepare::PREFIX;
+use crate::host::{Host, internal};
+use std::ffi::OsStr;
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use tracing::warn;
+use understudy_cluster::messages::RestoreTask;
+use understudy_disk::incomplete_mark;
+use understudy_machine::custody::OF_RESTORE;
+use understudy_machine::{Machine, tpm};
+use understudy_protocol::validity::{ImageRole, may_start};
+use understudy_protocol::{Generation, HostName, Ownership, VmName};
+use understudy_replication::records::{Record, Restoring};
+use understudy_report::error::HostError;
+
+impl Host {
+    /// The guest may run on the images of a restore at this generation from now on; what is on record
+    /// of before counts again if the restore comes to nothing. `owner` may have a copy of the VM.
+    pub(super) fn note_restoring(
+        &self,
+        machine: &Machine,
+        generation: Generation,
+        task: &RestoreTask,
+        owner: Option<HostName>,
+    ) -> Result<(), HostError> {
+        let before = self.record(task.vm())?.and_then(Record::before_restore);
+        let peer = owner.or_else(|| before.as_ref().and_then(|record| record.peer.clone()));
+        let former = before.map(|record| Box::new(self.newest_again(record, generation, task)));
+        let restoring = Restoring { id: task.id.clone(), settled: false, former };
+        let record = self.records.of(ImageRole::Active, generation, &machine.definition_now());
+        let record = Record { peer, restoring: Some(restoring), ..record };
+        self.records.write(&record).map_err(internal)
+    }
+
+    /// A record as it counts after a restore that came to nothing. Images that were the VM's newest are so
+    /// again: what ran at the generation that the restore has won is gone. Nobody but its operator
+    /// starts the VM on them.
+    fn newest_again(&self, mut former: Record, won: Generation, task: &RestoreTask) -> Record {
+        let before = Ownership { host: None, generation: task.newest };
+        if may_start(&self.config.name, Some(&former.image), Some(&before)).is_ok() {
+            former.image.claimed_from = former.image.claimed_from.max(Some(won));
+        }
+        former.wanted = false;
+        former
+    }
+
+    /// All members run, and stay.
+    pub(super) fn note_settled(&self, task: &RestoreTask) {
+        let settled = self.records.change(task.vm(), |record| {
+            let of_it = |restoring: &&mut Restoring| restoring.id == task.id;
+            if let Some(restoring) = record.restoring.as_mut().filter(of_it) {
+                restoring.settled = true;
+            }
+        });
+        if let Err(error) = settled {
+            warn!(vm = %task.vm(), "{error}");
+        }
+    }
+
+    /// All of it is there, and it stays: what the VM was before is forgotten.
+    pub(super) fn conclude_restore(&self, vm: &VmName, id: &str) -> anyhow::Result<()> {
+        let of_it = |record: &Record| record.restoring.as_ref().is_some_and(|it| it.id == id);
+        let Some(record) = self.records.read(vm)?.filter(of_it) else { return Ok(()) };
+        let directory = self.vm_directory(vm)?;
+        if record.definition.tpm.is_some() {
+            tpm::settle(&directory)?;
+        }
+        self.records.change(vm, |record| drop(record.restoring.take_if(|it| it.id == id)))?;
+        let others = restored_images(&directory, |name| !has_image(&record, name));
+        // Nothing runs on them any more, nor is about to: whoever makes others is known before.
+        if !self.snapshots.is_restoring(vm) {
+            remove(&others);
+        }
+        Ok(())
+    }
+
+    /// The restore of that name is over here, and its guest has ended: the VM is what it was before,
+    /// unless all of its disks had come.
+    pub(crate) fn end_restore(&self, vm: &VmName, id: &str) {
+        let ended = self.records.read(vm).map_err(anyhow::Error::from).and_then(|record| {
+            let restoring = record.as_ref().and_then(|record| record.restoring.as_ref());
+            match (restoring, record.as_ref().is_some_and(has_all_disks)) {
+                (Some(restoring), true) if restoring.settled && restoring.id == id => {
+                    self.conclude_restore(vm, id)
+                }
+                _ => self.undo_restore(vm, id),
+            }
+        });
+        if let Err(error) = ended {
+            warn!(%vm, "its former images are not on record again: {error:#}");
+        }
+    }
+
+    fn undo_restore(&self, vm: &VmName, id: &str) -> anyhow::Result<()> {
+        let Some(undone) = self.records.undo_restore(vm, id)? else { return Ok(()) };
+        remove(&restored_images(&self.vm_directory(vm)?, |name| has_image(&undone, name)));
+        let words = match undone.before_restore() {
+            Some(_) => "its restore came to nothing: on this host it is what it was before",
+            None => "its restore came to nothing: this host has no images of it, as before",
+        };
+        self.events.of(vm).note(words);
+        Ok(())
+    }
+
+    /// Ends a restore that nobody goes on with, as its daemon or its keeper has died.
+    pub(crate) fn end_dead_restore(&self, vm: &VmName) {
+        let record = match self.records.read(vm) {
+            Ok(record) => record,
+            Err(error) => return warn!(%vm, "{error}"),
+        };
+        if let Some(restoring) = record.and_then(|record| record.restoring) {
+            self.end_restore(vm, &restoring.id);
+        }
+    }
+
+    /// The same of all VMs, but those that live in a keeper, or that a custodian has.
+    pub(crate) fn end_dead_restores(&self) {
+        for record in self.records.all().iter().filter(|record| record.restoring.is_some()) {
+            let vm = &record.definition.name;
+            let custodian = vm.below(&self.config.state_dir).join(OF_RESTORE);
+            let lives = self.keeper_of(vm).is_some() || self.orphans.why(vm).is_some();
+            if !lives && !custodian.exists() {
+                self.end_dead_restore(vm);
+            }
+        }
+    }
+}
+
+/// Whether one of a record's images has this name, wherever the VM's directory was then.
+fn has_image(record: &Record, name: &OsStr) -> bool {
+    record.images().iter().any(|image| image.file_name() == Some(name))
+}
+
+fn has_all_disks(record: &Record) -> bool {
+    record.images().iter().all(|image| !incomplete_mark(image).exists())
+}
+
+/// Images of restores in a VM's directory, those that are meant, with their marks.
+fn restored_images(directory: &Path, is_meant: impl Fn(&OsStr) -> bool) -> Vec<PathBuf> {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    let is_one = |path: &PathBuf| {
+        let image = image_of(path);
+        let name = image.file_name().unwrap_or_default();
+        name.to_string_lossy().starts_with(PREFIX) && is_meant(name)
+    };
+    entries.map(|entry| entry.path()).filter(is_one).collect()
+}
+
+fn remove(paths: &[PathBuf]) {
+    for path in paths {
+        match fs::remove_file(path) {
+            Err(error) if error.kind() != ErrorKind::NotFound => {
+                warn!("cannot remove {}: {error}", path.display());
+            }
+            _ => {}
+        }
+    }
+}
+
+/// The image that a file is, or that it is the mark of.
+fn image_of(path: &Path) -> PathBuf {
+    let image = path.with_extension("");
+    if incomplete_mark(&image) == path { image } else { path.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn images_go_with_their_marks_and_no_other_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let [former, own] = ["restored-1-1-7-disk0.img", "restored-5-2-9-disk0.img"];
+        let own_mark = format!("{own}.incomplete");
+        for name in [former, own, &own_mark, "disk0.img", "record.json"] {
+            fs::write(directory.path().join(name), "").unwrap();
+        }
+        let left = || {
+            let names = fs::read_dir(directory.path()).unwrap();
+            let mut names: Vec<_> = names.map(|entry| entry.unwrap().file_name()).collect();
+            names.sort();
+            names
+        };
+        remove(&restored_images(directory.path(), |name| name == own));
+        assert_eq!(left(), ["disk0.img", "record.json", former]);
+        remove(&restored_images(directory.path(), |name| name != own));
+        assert_eq!(left(), ["disk0.img", "record.json"]);
+    }
+}

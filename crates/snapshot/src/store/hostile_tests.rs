@@ -1,0 +1,79 @@
+//! Parts that nobody has saved: few bytes in the store that stand for more than a host has.
+
+use super::*;
+use understudy_protocol::DiskIndex;
+
+/// What is said of a member's part, when it is read and when its snapshot is verified, that is like
+/// one that was saved but for this.
+fn refused(change: impl Fn(&Store, &mut MemberManifest)) -> String {
+    let bench = Bench::new();
+    let writing = bench.begin();
+    let (mut member, _) = bench.member(&AreaMap::zeros(UNITS), &[1], 1);
+    change(&bench.store, &mut member);
+    let manifest = bench.manifest(&writing, &member);
+    let verified = bench.store.verify(&manifest).unwrap();
+    let [problem] = &verified.problems[..] else { panic!("{verified:?}") };
+    let member = bench.store.member(&manifest.members[0]);
+    let queue = member.and_then(|member| bench.store.working_set(&member));
+    assert_eq!(queue.unwrap_err().to_string(), problem.error.to_string());
+    problem.error.to_string()
+}
+
+fn zeros(store: &Store, area: Area, bytes: u64) -> AreaEntry {
+    let map = AreaMap::zeros(bytes.div_ceil(UNIT_BYTES as u64)).encode();
+    let map = store.put_blob(&map, Compression::None).unwrap();
+    AreaEntry { area, name: "an area".into(), bytes, map }
+}
+
+/// Before, the daemon that restored it was aborted as it allocated a bit for each block of a disk.
+#[test]
+fn areas_are_as_long_as_those_of_machines() {
+    let disks = |bytes: &'static [u64]| {
+        refused(move |store, member| {
+            let disk =
+                |(at, bytes): (usize, &u64)| zeros(store, Area::Disk(DiskIndex(at as u16)), *bytes);
+            member.areas.extend(bytes.iter().enumerate().map(disk));
+        })
+    };
+    for bytes in [&[1 << 62][..], &[1 << 46, 1], &[1 << 63, 1 << 63]] {
+        let why = disks(bytes);
+        assert!(why.contains("its disks are longer than any machine's"), "{why}");
+    }
+    let why = refused(|store, member| {
+        member.areas.push(zeros(store, Area::Memory(BlockId(1)), 1 << 62));
+    });
+    assert!(why.contains("its RAM blocks are longer"), "{why}");
+    for machine in [UNITS * UNIT_BYTES as u64, 1 << 62] {
+        let why = refused(move |store, member| {
+            member.areas[0] = zeros(store, Area::Memory(BlockId(0)), 1 << 62);
+            member.machine.memory = machine;
+        });
+        assert!(why.contains("its main memory is not as long"), "{why}");
+    }
+    let why = refused(|_, member| member.areas.push(member.areas[0].clone()));
+    assert!(why.contains("twice"), "{why}");
+    let why = refused(|_, member| member.areas.clear());
+    assert!(why.contains("no main memory"), "{why}");
+}
+
+/// Before, whoever ordered a restore of it, or verified it, was aborted as it made the queue.
+#[test]
+fn queues_are_no_longer_than_the_memory() {
+    let queue = |size: u64, count: u32| {
+        let run = [&[0; 10][..], &count.to_le_bytes()].concat();
+        [&size.to_le_bytes()[..], &run].concat()
+    };
+    let with = |memory: u64, queue: &[u8]| {
+        refused(|store, member| {
+            member.areas[0] = zeros(store, Area::Memory(BlockId(0)), memory);
+            member.machine.memory = memory;
+            member.working_set = store.put_blob(queue, Compression::None).unwrap();
+        })
+    };
+    let why = with(1 << 44, &queue(1, u32::MAX));
+    assert!(why.contains("the queue has more pages"), "{why}");
+    let why = with(64 << 20, &queue(u64::MAX / 2, 1));
+    assert!(why.contains("the working set is larger"), "{why}");
+    let why = refused(|_, member| member.sampled = Some(u64::MAX));
+    assert!(why.contains("its working set is larger"), "{why}");
+}
