@@ -167,8 +167,10 @@ fn a_host_that_is_revoked_loses_its_part_in_a_running_pair() {
         // Whoever of both hosts gets the VM has nobody to protect it to.
         let owner = wait_for("the pair to be parted", LIMIT, || {
             // One of them may have nothing of it by then.
-            let is_alone =
-                |host| scene.status(host).is_ok_and(|it| protection(&it).0 == "degraded");
+            let is_alone = |host| {
+                let status = scene.status(host);
+                status.is_ok_and(|it| it["live"] == true && protection(&it).0 == "degraded")
+            };
             Ok(["a", "b"].into_iter().find(|host| is_alone(host)))
         })?;
         let other = if owner == "a" { "b" } else { "a" };
