@@ -65,7 +65,7 @@ impl Host {
         })?;
         let space = DiskSpace {
             used: used_by(offer),
-            full: offer.disk_bytes.iter().sum(),
+            full: sum(offer.disk_bytes.iter().copied()),
             free: file_system.blocks_available() * file_system.fragment_size(),
         };
         match space.refusal(&self.config.name, directory) {
@@ -144,8 +144,13 @@ fn taken_by_children(keeper: u32) -> u64 {
 /// Bytes that a mirror of the offered VM begins with.
 fn used_by(offer: &Offer) -> u64 {
     let boots = |file: &&FileOffer| !matches!(file.role, FileRole::DiskHead(_));
-    let boot_files: u64 = offer.files.iter().filter(boots).map(|file| file.bytes).sum();
-    offer.disk_used.iter().sum::<u64>().saturating_add(boot_files)
+    let boot_files = offer.files.iter().filter(boots).map(|file| file.bytes);
+    sum(offer.disk_used.iter().copied().chain(boot_files))
+}
+
+/// Of sizes that a peer names.
+fn sum(bytes: impl Iterator<Item = u64>) -> u64 {
+    bytes.fold(0, u64::saturating_add)
 }
 
 /// What the disks of a VM take, and what is left for them.
@@ -199,7 +204,7 @@ impl Room {
     /// Why a guest of so many bytes does not fit, for people.
     fn refusal(&self, bytes: u64, host: &str) -> Option<String> {
         let Room { vms, promised, untaken, available, limit } = *self;
-        let needed = bytes + BESIDE_BYTES;
+        let needed = bytes.saturating_add(BESIDE_BYTES);
         let mib = |bytes: u64| bytes >> 20;
         let wish = format!(
             "the VM needs {} MiB of memory ({} for the guest, {} beside it)",
@@ -207,7 +212,7 @@ impl Room {
             mib(bytes),
             mib(BESIDE_BYTES)
         );
-        if let Some(limit) = limit.filter(|limit| promised + needed > *limit) {
+        if let Some(limit) = limit.filter(|limit| promised.saturating_add(needed) > *limit) {
             return Some(format!(
                 "{wish}; host {host} gives its VMs {} MiB by its configuration (`memory`), of which \
                  {vms} have {} MiB",
@@ -215,7 +220,7 @@ impl Room {
                 mib(promised)
             ));
         }
-        (untaken + needed > available).then(|| {
+        (untaken.saturating_add(needed) > available).then(|| {
             format!(
                 "{wish}; host {host} has {} MiB available, of which {} MiB are promised to the {vms} VMs \
                  and backups there",
@@ -261,6 +266,8 @@ mod tests {
         assert_eq!(room.free(), GIB);
         let taken = Room { untaken: 0, ..room };
         assert_eq!(taken.refusal(GIB, "b"), None);
+        // As a peer may ask for: the sum was a small one.
+        assert!(taken.refusal(u64::MAX, "b").is_some());
     }
 
     #[test]
@@ -289,6 +296,12 @@ mod tests {
         for part in ["no space", "take 100 MiB", "host b has 110 MiB left in /var/lib"] {
             assert!(words.contains(part), "{words}");
         }
+    }
+
+    #[test]
+    fn sizes_that_a_peer_names_have_no_small_sum() {
+        assert_eq!(sum([MIB, 2 * MIB].into_iter()), 3 * MIB);
+        assert_eq!(sum([u64::MAX, 2].into_iter()), u64::MAX);
     }
 
     #[test]

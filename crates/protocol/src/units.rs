@@ -1,18 +1,31 @@
 //! The quantities that cross module borders, each with a type of its own.
 
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::de::Error;
+use serde::{Deserialize, Deserializer, Serialize};
 use std::fmt;
 
 /// Bytes in a guest page; the unit of tracking, sending and applying memory.
 pub const PAGE_SIZE: usize = 4096;
 
+/// More than anything that hosts count: who has read a number below it can count on, and add to it.
+pub const MOST_COUNTED: u64 = 1 << 48;
+
+/// Reads a number that others name, with which it can be counted.
+pub fn countable<'a, D: Deserializer<'a>>(from: D) -> Result<u64, D::Error> {
+    let number = u64::deserialize(from)?;
+    match number < MOST_COUNTED {
+        true => Ok(number),
+        false => Err(D::Error::custom(format!("{number} is more than can be counted"))),
+    }
+}
+
 macro_rules! number {
-    ($(#[$doc:meta])* $name:ident($inner:ty)) => {
+    ($(#[$doc:meta])* $name:ident($(#[$how:meta])* $inner:ty)) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
         #[serde(transparent)]
-        pub struct $name(pub $inner);
+        pub struct $name($(#[$how])* pub $inner);
 
         impl fmt::Display for $name {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -29,7 +42,7 @@ number! {
 }
 number! {
     /// How often the ownership of a VM has changed; grows by compare-and-swap only.
-    Generation(u64)
+    Generation(#[serde(deserialize_with = "countable")] u64)
 }
 number! {
     /// Index of a page inside its RAM block.
@@ -84,4 +97,18 @@ pub struct PageRun {
     pub first: PageIndex,
     /// How many pages, at least one.
     pub count: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The one after it was 0: a peer's word could begin the count anew.
+    #[test]
+    fn a_generation_with_which_nobody_could_count_on_is_none() {
+        let read = |number: u64| serde_json::from_str::<Generation>(&number.to_string());
+        assert_eq!(read(MOST_COUNTED - 1).unwrap(), Generation(MOST_COUNTED - 1));
+        let error = read(u64::MAX).unwrap_err().to_string();
+        assert!(error.contains("more than can be counted"), "{error}");
+    }
 }

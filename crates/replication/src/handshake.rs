@@ -1,6 +1,6 @@
 //! What two hosts say to each other before the first byte of a VM moves.
 
-use crate::membership::{Membership, bounded};
+use crate::membership::Membership;
 use crate::resync::Resync;
 use anyhow::Context;
 use serde::de::DeserializeOwned;
@@ -81,7 +81,6 @@ pub enum Purpose {
         /// The VM's group, or itself.
         membership: Membership,
         /// The generation at which the asker had it; the leader's.
-        #[serde(deserialize_with = "bounded")]
         from: Generation,
     },
     /// Asks which host answers here (`probe` of the daemon).

@@ -140,5 +140,5 @@ fn who_asks_for_its_vm_names_a_generation_with_which_others_can_count() {
         serde_json::from_value::<Purpose>(kept)
     };
     assert!(purpose(7).is_ok());
-    assert!(purpose(u64::MAX).unwrap_err().to_string().contains("a generation is less than"));
+    assert!(purpose(u64::MAX).unwrap_err().to_string().contains("more than can be counted"));
 }

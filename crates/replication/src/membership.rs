@@ -4,8 +4,7 @@
 //! the arbiter; the group is owned by whoever owns all of them, won in one order,
 //! so that the first record decides between two hosts that contest the group.
 
-use serde::de::Error as _;
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use tracing::warn;
 use understudy_arbiter::{Arbiter, Unreachable};
@@ -13,9 +12,6 @@ use understudy_protocol::{Generation, GroupName, HostName, Ownership, Verdict, V
 
 /// The most VMs of a group.
 pub const MOST_MEMBERS: usize = 64;
-
-/// More than any VM changes its owner; sums of generations stay far from the end of their range.
-const MOST_GENERATIONS: u64 = 1 << 48;
 
 /// One VM of a group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -46,21 +42,6 @@ pub struct GroupMembers {
     pub vms: Vec<VmName>,
 }
 
-/// A generation that a peer names.
-pub fn bounded<'a, D: Deserializer<'a>>(from: D) -> Result<Generation, D::Error> {
-    let generation = Generation::deserialize(from)?;
-    check_bound(generation).map_err(D::Error::custom)?;
-    Ok(generation)
-}
-
-/// Refuses a generation with which nobody could count on.
-fn check_bound(generation: Generation) -> Result<(), String> {
-    match generation.0 < MOST_GENERATIONS {
-        true => Ok(()),
-        false => Err(format!("a generation is less than {MOST_GENERATIONS}")),
-    }
-}
-
 /// What a peer calls a [`Membership`].
 #[derive(Deserialize)]
 struct UncheckedMembership {
@@ -80,7 +61,6 @@ impl TryFrom<UncheckedMembership> for Membership {
         if vms.len() != members.len() {
             return Err("a group has no VM twice".to_owned());
         }
-        members.iter().try_for_each(|member| check_bound(member.generation))?;
         Ok(Membership { name, members })
     }
 }

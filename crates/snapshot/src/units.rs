@@ -4,7 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
-use understudy_protocol::{BlockId, DiskIndex};
+use understudy_protocol::{BlockId, DiskIndex, countable};
 
 /// Bytes of the unit in which areas are stored: a page of memory, a block of a disk.
 pub const UNIT_BYTES: usize = understudy_protocol::PAGE_SIZE;
@@ -26,7 +26,7 @@ pub const UNIT_BYTES: usize = understudy_protocol::PAGE_SIZE;
     JsonSchema,
 )]
 #[serde(transparent)]
-pub struct SnapshotNumber(pub u64);
+pub struct SnapshotNumber(#[serde(deserialize_with = "countable")] pub u64);
 
 impl SnapshotNumber {
     /// The number of the snapshot after this one.

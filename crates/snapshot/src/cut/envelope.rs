@@ -2,6 +2,7 @@
 
 use crate::format::Malformed;
 use crate::{Incarnation, Member, SnapshotNumber};
+use understudy_protocol::MOST_COUNTED;
 
 /// Bytes of an envelope before its frame.
 pub const ENVELOPE_BYTES: usize = 1 + 2 + 2 + 4 + 8;
@@ -45,6 +46,9 @@ impl Envelope {
         }
         let (from, to) = (Member(reader.u16()?), Member(reader.u16()?));
         let (incarnation, number) = (Incarnation(reader.u32()?), SnapshotNumber(reader.u64()?));
+        if number.0 >= MOST_COUNTED {
+            return Err(Malformed("a number of a snapshot after which there is none"));
+        }
         let frame = Some(reader.0).filter(|frame| !frame.is_empty());
         Ok((Envelope { from, to, incarnation, number }, frame))
     }
@@ -58,7 +62,7 @@ mod tests {
     proptest! {
         #[test]
         fn an_envelope_comes_back_with_its_frame(
-            from in any::<u16>(), to in any::<u16>(), incarnation in any::<u32>(), number in any::<u64>(),
+            from in any::<u16>(), to in any::<u16>(), incarnation in any::<u32>(), number in 0..MOST_COUNTED,
             frame in proptest::collection::vec(any::<u8>(), 0..60), cut in 0..ENVELOPE_BYTES,
         ) {
             let (from, to, incarnation) = (Member(from), Member(to), Incarnation(incarnation));
@@ -73,5 +77,15 @@ mod tests {
     #[test]
     fn another_version_is_refused() {
         assert!(Envelope::decode(&[2; 80]).is_err());
+    }
+
+    /// The next snapshot's number was 0.
+    #[test]
+    fn a_number_after_which_there_is_none_is_refused() {
+        let [from, to] = [Member(0), Member(1)];
+        let number = SnapshotNumber(u64::MAX);
+        let envelope = Envelope { from, to, incarnation: Incarnation(1), number };
+        assert!(Envelope::decode(&envelope.encode()).is_err());
+        assert!(serde_json::from_str::<SnapshotNumber>(&u64::MAX.to_string()).is_err());
     }
 }

@@ -319,5 +319,7 @@ mod tests {
         assert!(told("9.2.0", &types, 768).starts_with("db was saved by QEMU 10.0.2, this host"));
         assert!(told("10.0.2", &[], 768).contains("type pc-i440fx-10.0"));
         assert!(told("10.0.2", &types, 767).contains("db, web need 768 bytes"));
+        let immense = [member("db", u64::MAX), member("web", 256)];
+        assert!(Unfit::check(&immense, "10.0.2", &types, 768).is_err());
     }
 }
