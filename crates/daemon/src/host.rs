@@ -19,7 +19,9 @@ use crate::snapshot::{Snapshots, start_sampling, start_schedules};
 use crate::state_dir::StateDir;
 use crate::troubles::Troubles;
 use crate::vm::{PrimaryVm, Vm};
-use crate::{arbiter_watch, bridges, expiry, gate, keeper, lease, memory_pressure, webhook};
+use crate::{
+    arbiter_watch, bridges, expiry, gate, keeper, lease, memory_pressure, strangers, webhook,
+};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
@@ -136,6 +138,7 @@ impl Host {
         start_schedules(&host);
         start_sampling(&host);
         let records = host.records.all();
+        strangers::tell(&records, &host.config.name);
         lost::start(&host, &records).map_err(internal)?;
         orphans.into_iter().for_each(|orphan| host.take_back(orphan));
         autostart::start(&host, records).map_err(internal)?;

@@ -37,6 +37,7 @@ pub mod setup;
 pub mod snapshot;
 mod standby;
 mod state_dir;
+mod strangers;
 mod succession;
 mod survey;
 mod troubles;

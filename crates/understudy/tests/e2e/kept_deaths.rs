@@ -64,7 +64,7 @@ struct Machine {
     longest_micros: Arc<AtomicU64>,
     over: Arc<AtomicBool>,
     pulse: Option<JoinHandle<()>>,
-    shortage_micros: u64,
+    shortage: Option<Duration>,
 }
 
 impl Machine {
@@ -79,15 +79,15 @@ impl Machine {
                 longest.fetch_max(late, Ordering::Relaxed);
             }
         });
-        Machine { longest_micros, over, pulse: Some(pulse), shortage_micros: shortage_micros() }
+        Machine { longest_micros, over, pulse: Some(pulse), shortage: shortage() }
     }
 
-    /// Since it was asked last: how long it stood still at most, and for how long in all somebody waited for a processor.
-    fn since(&mut self) -> (Duration, Duration) {
-        let standstill = self.longest_micros.swap(0, Ordering::Relaxed);
-        let before = std::mem::replace(&mut self.shortage_micros, shortage_micros());
-        let shortage = self.shortage_micros - before;
-        (Duration::from_micros(standstill), Duration::from_micros(shortage))
+    /// Since it was asked last: how long it stood still at most, and for how long in all somebody waited for a processor,
+    /// if the kernel counts that.
+    fn since(&mut self) -> (Duration, Option<Duration>) {
+        let standstill = Duration::from_micros(self.longest_micros.swap(0, Ordering::Relaxed));
+        let before = std::mem::replace(&mut self.shortage, shortage());
+        (standstill, self.shortage.zip(before).map(|(now, before)| now - before))
     }
 }
 
@@ -100,11 +100,11 @@ impl Drop for Machine {
     }
 }
 
-/// As the kernel counts it; nothing where it does not.
-fn shortage_micros() -> u64 {
-    let text = fs::read_to_string("/proc/pressure/cpu").unwrap_or_default();
-    let total = text.lines().next().and_then(|line| line.rsplit_once("total="));
-    total.and_then(|(_, total)| total.parse().ok()).unwrap_or_default()
+/// For how long somebody has waited for a processor since this machine began, as far as the kernel counts that.
+fn shortage() -> Option<Duration> {
+    let text = fs::read_to_string("/proc/pressure/cpu").ok()?;
+    let (_, total) = text.lines().next()?.rsplit_once("total=")?;
+    total.parse().ok().map(Duration::from_micros)
 }
 
 /// What came of the deaths so far.
@@ -138,12 +138,14 @@ impl Tally {
         self.deaths += 1;
         self.longest = self.longest.max(longest);
         if now.late() > self.before.late() {
-            let is_explained = standstill > STANDSTILL || shortage > SHORTAGE;
+            // Where nobody counts the shortage, it is not known to be none.
+            let was_short = shortage.is_none_or(|shortage| shortage > SHORTAGE);
+            let is_explained = standstill > STANDSTILL || was_short;
             self.late += 1;
             self.unexplained += usize::from(!is_explained);
             eprintln!(
                 "death {}: {} epochs late, the longest up to {longest} s after the last; the machine stood still for up \
-                 to {standstill:.1?}, and somebody waited for a processor for {shortage:.1?} in all",
+                 to {standstill:.1?}, and somebody waited for a processor for {shortage:?} in all",
                 self.deaths,
                 now.late() - self.before.late(),
             );
