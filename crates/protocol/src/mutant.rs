@@ -70,6 +70,8 @@ mutants! {
     ApplyBehindGap,
     /// A winner's images are said to be valid before they are on stable storage.
     ActivateUnsettled,
+    /// A winner whose record is not written keeps the VM.
+    KeepUnrecorded,
     /// A winner starts the guest before it is on record that its images are valid.
     StartUnrecorded,
     /// A winner leaves the rest of its log, which was acknowledged, unexecuted.

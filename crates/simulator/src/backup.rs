@@ -24,6 +24,9 @@ const DISK_PATIENCE: Duration = Duration::from_secs(1);
 /// How much later than that a host that stands still now and then may notice.
 const LATE_LOOK: Duration = Duration::from_millis(500);
 
+/// A winner that is awaited has so long to start the guest.
+const START_PATIENCE: Duration = Duration::from_secs(5);
+
 /// How often a backup proves that it could take over.
 const PROOFS: Duration = Duration::from_millis(200);
 
@@ -57,6 +60,8 @@ pub struct Standby {
     pub(crate) progress: usize,
     /// When the primary was told why this host gives up.
     told: Option<Time>,
+    /// When it was given the VM.
+    won: Option<Time>,
     /// Its guest could not be started.
     pub(crate) never_started: bool,
     next_beat: Time,
@@ -66,7 +71,24 @@ pub struct Standby {
     pub(crate) log: Following,
 }
 
+impl Standby {
+    /// Whether it is putting on record that it has won.
+    pub(crate) fn is_recording(&self) -> bool {
+        matches!(self.errands.front(), Some(Errand::Activate(_)))
+    }
+}
+
 impl World {
+    /// Its former primary, which keeps a sound guest, waits for a winner that hangs no longer than this.
+    pub(crate) fn check_hurried(&mut self, host: HostId, id: SessionId) {
+        let now = self.now;
+        let Some(standby) = self.hosts[host.0].standby(id) else { return };
+        let is_late = standby.won.is_some_and(|won| now - won > START_PATIENCE);
+        if is_late && standby.is_recording() && *standby.core.phase() == BackupPhase::Live {
+            self.violation(format!("{host} has won the VM, does not start it, and keeps it"));
+        }
+    }
+
     /// A primary's offer is taken: this host's image becomes a mirror.
     pub(crate) fn stand_by(
         &mut self,
@@ -99,6 +121,7 @@ impl World {
             errands: VecDeque::new(),
             progress: 0,
             told: None,
+            won: None,
             never_started: false,
             next_beat: self.now,
             broken: false,
@@ -207,7 +230,10 @@ impl World {
                 self.ask_arbiter(host, id, (from, None), WinnersWord::default());
                 self.moment(Moment::BackupContests);
             }
-            Effect::Granted { .. } => self.moment(Moment::Granted),
+            Effect::Granted { .. } => {
+                standby.won = Some(now);
+                self.moment(Moment::Granted);
+            }
             Effect::Do(_, Errand::End(ending)) => self.ended(host, id, &ending),
             Effect::Do(_, errand) => self.errand(host, id, errand),
             Effect::Say(_, word) => self.tell_primary(host, id, word),

@@ -91,6 +91,8 @@ coverage! {
     sick_guests,
     /// A backup's disk answered nothing for a while.
     hung_disks,
+    /// The disk of a backup's records answered nothing for a while.
+    hung_records,
     /// A backup's disk failed what was written to it.
     failed_writes,
     /// An epoch behind one that could not be applied was dropped.

@@ -86,6 +86,10 @@ impl World {
                 w.hosts[host.0].disk_hangs_until = w.now + span;
                 w.coverage.hung_disks += 1;
             }),
+            Fault::HungRecord(span) => self.on(Target::Backup, |w, host| {
+                w.hosts[host.0].record_hangs_until = w.now + span;
+                w.coverage.hung_records += 1;
+            }),
             Fault::FailingDisk(times) => self.on(Target::Backup, |w, host| {
                 w.hosts[host.0].disk_fails = times;
             }),

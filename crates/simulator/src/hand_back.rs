@@ -40,6 +40,7 @@ impl World {
             Answer::Hurry => {
                 if let Some(id) = standby {
                     self.backup_event(winner, id, BackupEvent::Awaited);
+                    self.check_hurried(winner, id);
                 }
             }
             Answer::Return(won) => self.return_grant(winner, host, won),

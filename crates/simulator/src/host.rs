@@ -53,6 +53,8 @@ pub struct Host {
     pub disk_hangs_until: Time,
     /// It has waited since then.
     pub disk_hangs_from: Time,
+    /// What is put on record here waits until then.
+    pub record_hangs_until: Time,
     /// So many times what is applied here fails.
     pub disk_fails: u32,
     /// The image of the VM's disk.
@@ -188,6 +190,7 @@ impl Host {
             stalled_until,
             disk_hangs_until: Time::default(),
             disk_hangs_from: Time::default(),
+            record_hangs_until: Time::default(),
             disk_fails: 0,
             image,
             role,
@@ -226,6 +229,16 @@ impl Host {
     /// The session of that id, if the VM runs here under it.
     pub fn session(&mut self, id: SessionId) -> Option<&mut Session> {
         self.running()?.session.as_mut().filter(|session| session.id == id)
+    }
+
+    /// Until when its next errand waits, if it is a standby's.
+    pub fn errand_hangs_until(&self) -> Time {
+        let records = match &self.role {
+            Role::Backup(standby) => standby.is_recording(),
+            _ => false,
+        };
+        let record = if records { self.record_hangs_until } else { Time::default() };
+        self.disk_hangs_until.max(record)
     }
 
     /// The standby of that session, if it is here.

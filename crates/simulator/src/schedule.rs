@@ -123,6 +123,8 @@ pub enum Fault {
     Stall(Target, Duration),
     /// The backup's disk answers nothing.
     HungDisk(Duration),
+    /// The disk of the backup's records, which is another one, answers nothing.
+    HungRecord(Duration),
     /// The backup's disk fails what is written to it next, so many times.
     FailingDisk(u32),
     /// The backup's QEMU does not follow its log.
@@ -187,6 +189,16 @@ impl Schedule {
                 false => When::At(Time(failing.millis(100, TROUBLE - 500))),
             };
             faults.push(Planned { when, fault: Fault::FailingDisk(1 + failing.below(2) as u32) });
+        }
+        // Long enough for a winner to give the VM back meanwhile.
+        let recording = &mut Random::new(seed, 7);
+        if faults.len() > 1 && recording.percent(15) {
+            let when = match recording.percent(50) {
+                true => When::Upon(Moment::BackupContests, 1),
+                false => When::At(Time(recording.millis(100, TROUBLE - 500))),
+            };
+            let fault = Fault::HungRecord(recording.millis(4_000, 9_000));
+            faults.push(Planned { when, fault });
         }
         // Again: the schedules of checkpoints are what they were.
         let following = &mut Random::new(seed, 5);

@@ -229,7 +229,7 @@ impl World {
         };
         let hangs = matches!(event, Errand(..) | Feed(..)).then(|| {
             // Looked at again: calm may have come.
-            self.hosts[host.0].disk_hangs_until.min(self.now + HANG_LOOK)
+            self.hosts[host.0].errand_hangs_until().min(self.now + HANG_LOOK)
         });
         let until = self.hosts[host.0].stalled_until.max(hangs.unwrap_or_default());
         (until > self.now).then_some(until)

@@ -64,6 +64,9 @@ impl Standby {
         }
         // A disk that hung until now may have cost this host the VM.
         let may_start = self.core.may_start();
+        if planted!(KeepUnrecorded) {
+            self.decide(now, BackupEvent::Starts, effects);
+        }
         for place in 0..self.members.len() {
             match may_start {
                 true if planted!(StartUnrecorded) => self.recorded(now, place, effects),
