@@ -9,7 +9,7 @@ mod snapshot;
 use crate::absent::Absent;
 use crate::blocks::BlockSet;
 use crate::capture::Frozen;
-use crate::changes::ChangeMap;
+use crate::changes::{ChangeMap, Rounds};
 use crate::error::DiskError;
 use crate::flusher::{Done, Flusher};
 use crate::image::{Image, Space};
@@ -247,13 +247,20 @@ impl Disk {
         self.settings.changes()
     }
 
+    /// A session begins: from here on its rounds count, and none of an earlier one.
+    pub fn begin_rounds(&self, rounds: Rounds) {
+        if let Some(changes) = self.changes() {
+            changes.begin_rounds(rounds);
+        }
+    }
+
     /// [`ChangeMap::end_round`] will forget the changes that went to the sink before this: the
     /// guest's are those that this gives.
-    pub fn begin_round(&self) -> GuestWrites {
+    pub fn begin_round(&self, rounds: Rounds) -> GuestWrites {
         // Under the lock, nobody is between mark and sink.
         let order = self.lock_order();
         if let Some(changes) = self.changes() {
-            changes.begin_round();
+            changes.begin_round(rounds);
         }
         order.guest_writes
     }

@@ -25,6 +25,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use tracing::{error, info, warn};
 use understudy_arbiter::Arbiter;
 use understudy_cluster::kept::Keeper;
+use understudy_disk::Rounds;
 use understudy_link::channel::Channel;
 use understudy_machine::Machine;
 use understudy_protocol::HostName;
@@ -50,6 +51,8 @@ pub struct Session {
     /// The primary's host name.
     pub primary: HostName,
     pub(super) present: Mutex<Present>,
+    /// In lockstep the guest's changes here are forgotten in these.
+    pub(super) rounds: Rounds,
     /// Turns that are committed and not carried out.
     pub(super) turns: AtomicU64,
     pub(super) launch: Launch,
