@@ -77,6 +77,7 @@ impl Session {
             let done = self.carry_out(&errand, commits, &mut work);
             if let Err(error) = &done {
                 error!(vm = %self.vm, "{errand:?}: {error:#}");
+                error.downcast_ref().inspect(|failure| self.heed(failure));
             }
             let result = done.map_err(|error| format!("{error:#}"));
             self.event(Event::Done(self.place, errand, result));

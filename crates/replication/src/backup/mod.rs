@@ -9,6 +9,7 @@ mod activation;
 mod apply;
 mod control;
 mod errands;
+mod failure;
 mod frames;
 mod group;
 mod medium;
