@@ -8,7 +8,8 @@
 //! sealed after the last write.
 //!
 //! Bits are cleared in rounds: [`ChangeMap::begin_round`] sets aside what was marked until
-//! then, and [`ChangeMap::end_round`] forgets it, once the other host has it on its disk.
+//! then, and [`ChangeMap::end_round`] forgets it, once the other host has it on its disk. What the
+//! other host has is a session's to say, for as long as no later one has begun ([`Rounds`]).
 
 use crate::durable::Durable;
 use crate::error::DiskError;
@@ -18,6 +19,7 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use understudy_threads::{Mutex, MutexGuard};
 
 /// Bytes of the disk that one bit stands for.
@@ -30,6 +32,19 @@ const SEAL_AT: u64 = 16;
 const BOOT_ID_AT: u64 = 32;
 /// Not sealed: the image may have been written since.
 const OPEN: i64 = 0;
+
+/// Whose rounds they are: those of one session, of all its disks. Once the next one's are begun they
+/// forget nothing any more, however late a thread of the former session comes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rounds(u64);
+
+impl Rounds {
+    /// Those of a new session.
+    pub fn of_new_session() -> Rounds {
+        static LAST: AtomicU64 = AtomicU64::new(0);
+        Rounds(LAST.fetch_add(1, Ordering::Relaxed))
+    }
+}
 
 /// The persistent bitmap of one disk.
 #[derive(Debug)]
@@ -49,6 +64,8 @@ struct State {
     current: Vec<u8>,
     /// Marked before.
     closing: Vec<u8>,
+    /// The only ones that forget anything.
+    rounds: Option<Rounds>,
     /// Granules that no round forgets.
     kept: BTreeSet<u64>,
 }
@@ -166,11 +183,21 @@ impl ChangeMap {
         Ok(())
     }
 
+    /// From here on these rounds count, and none of an earlier session.
+    pub(crate) fn begin_rounds(&self, rounds: Rounds) {
+        self.lock().rounds = Some(rounds);
+    }
+
+    /// Whether rounds count that are none of these.
+    pub fn has_other_rounds(&self, rounds: Rounds) -> bool {
+        self.lock().rounds.is_some_and(|counting| counting != rounds)
+    }
+
     /// Sets aside what was marked so far; [`ChangeMap::end_round`] forgets just that. The
     /// caller makes sure that no write is between its mark and its way to the sink.
-    pub(crate) fn begin_round(&self) {
+    pub(crate) fn begin_round(&self, rounds: Rounds) {
         let state = &mut *self.lock();
-        if state.all {
+        if state.all || state.rounds != Some(rounds) {
             return;
         }
         for (closing, current) in state.closing.iter_mut().zip(&mut state.current) {
@@ -183,10 +210,13 @@ impl ChangeMap {
     }
 
     /// The other host has what was set aside on its disk.
-    pub fn end_round(&self) -> io::Result<()> {
+    pub fn end_round(&self, rounds: Rounds) -> io::Result<()> {
         let mut state = self.lock();
+        if state.all || state.rounds != Some(rounds) {
+            return Ok(());
+        }
         // Of an idle disk nothing was set aside, and the file has no more bits than `current`.
-        if state.all || state.closing.iter().all(|&byte| byte == 0) {
+        if state.closing.iter().all(|&byte| byte == 0) {
             return Ok(());
         }
         state.closing.fill(0);
@@ -223,7 +253,7 @@ impl State {
     fn new(file: File, current: Vec<u8>) -> State {
         let closing = vec![0; current.len()];
         let (file, kept) = (Durable::new(file), BTreeSet::new());
-        State { file, all: false, unwritten: false, current, closing, kept }
+        State { file, all: false, unwritten: false, current, closing, rounds: None, kept }
     }
 
     fn is_marked(&self, granule: u64) -> bool {

@@ -25,6 +25,13 @@ fn reopen(map: &Path, image: &Path) -> Result<ChangeMap, String> {
     ChangeMap::open(map, DISK_BYTES, image).unwrap()
 }
 
+/// The rounds of a session that has begun.
+fn rounds_of(map: &ChangeMap) -> Rounds {
+    let rounds = Rounds::of_new_session();
+    map.begin_rounds(rounds);
+    rounds
+}
+
 /// All that are marked.
 fn granules(map: &ChangeMap) -> Vec<u64> {
     map.runs().into_iter().flatten().collect()
@@ -48,18 +55,19 @@ fn marks_outlive_a_map_that_was_not_closed() {
 fn a_round_forgets_what_was_marked_before_it_and_no_more() {
     let (_directory, image, path) = image();
     let map = create(&path, &image);
+    let rounds = rounds_of(&map);
     map.unseal().unwrap();
     map.mark(0, 2 * GRANULE_BYTES).unwrap();
-    map.begin_round();
+    map.begin_round(rounds);
     map.mark(GRANULE_BYTES, 1).unwrap();
     map.mark(9 * GRANULE_BYTES, 1).unwrap();
     assert_eq!(reopen(&path, &image).unwrap().runs(), [0..2, 9..10]);
-    map.end_round().unwrap();
+    map.end_round(rounds).unwrap();
     assert_eq!(map.runs(), [1..2, 9..10]);
     assert_eq!(reopen(&path, &image).unwrap().runs(), [1..2, 9..10]);
     // A round that never ends keeps all.
-    map.begin_round();
-    map.begin_round();
+    map.begin_round(rounds);
+    map.begin_round(rounds);
     assert_eq!(reopen(&path, &image).unwrap().runs(), [1..2, 9..10]);
 }
 
@@ -68,14 +76,15 @@ fn a_round_forgets_what_was_marked_before_it_and_no_more() {
 fn a_round_in_which_nothing_was_set_aside_writes_nothing() {
     let (_directory, image, path) = image();
     let map = create(&path, &image);
+    let rounds = rounds_of(&map);
     map.unseal().unwrap();
     map.mark(0, 1).unwrap();
-    map.begin_round();
-    map.end_round().unwrap();
+    map.begin_round(rounds);
+    map.end_round(rounds).unwrap();
     // What nobody but this test writes there.
     map.lock().file.write_all_at(&[0xff], BITS_AT).unwrap();
-    map.begin_round();
-    map.end_round().unwrap();
+    map.begin_round(rounds);
+    map.end_round(rounds).unwrap();
     let mut byte = [0];
     map.lock().file.read_exact_at(&mut byte, BITS_AT).unwrap();
     assert_eq!(byte, [0xff]);
@@ -86,6 +95,7 @@ fn a_round_in_which_nothing_was_set_aside_writes_nothing() {
 fn what_a_failed_change_may_have_left_behind_is_never_forgotten() {
     let (_directory, image, path) = image();
     let map = Arc::new(create(&path, &image));
+    let rounds = rounds_of(&map);
     map.unseal().unwrap();
     // It cannot be written.
     let disk = Disk::open_medium(DiskIndex(0), &image).unwrap();
@@ -94,11 +104,43 @@ fn what_a_failed_change_may_have_left_behind_is_never_forgotten() {
     disk.zero(4 * GRANULE_BYTES, 1).unwrap_err();
     disk.trim(6 * GRANULE_BYTES, GRANULE_BYTES).unwrap_err();
     for _ in 0..2 {
-        disk.begin_round();
-        map.end_round().unwrap();
+        disk.begin_round(rounds);
+        map.end_round(rounds).unwrap();
         assert_eq!(map.runs(), [2..3, 4..5, 6..7]);
         assert_eq!(reopen(&path, &image).unwrap().runs(), [2..3, 4..5, 6..7]);
     }
+}
+
+/// Before, a thread of a session that had ended forgot what the next one was about to copy: none of both hosts'
+/// lists had it any more, and after a third session a guest began on blocks that were old.
+#[test]
+fn a_session_that_is_over_forgets_nothing_that_is_the_next_ones() {
+    let (_directory, image, path) = image();
+    let map = Arc::new(create(&path, &image));
+    map.unseal().unwrap();
+    let disk = Disk::open(DiskIndex(0), &image, DISK_BYTES).unwrap();
+    disk.set_changes(Some(map.clone()));
+    let (former, next) = (Rounds::of_new_session(), Rounds::of_new_session());
+    disk.begin_rounds(former);
+    disk.begin_round(former);
+    assert!(!map.has_other_rounds(former));
+    // It is over; nobody gets this write before the next one begins.
+    disk.write(2 * GRANULE_BYTES, b"w").unwrap();
+    disk.begin_rounds(next);
+    disk.begin_round(next);
+    assert!(map.has_other_rounds(former) && !map.has_other_rounds(next));
+    for _ in 0..2 {
+        // Its thread wakes up.
+        map.end_round(former).unwrap();
+        disk.begin_round(former);
+        assert_eq!(granules(&map), [2]);
+        assert_eq!(granules(&reopen(&path, &image).unwrap()), [2]);
+    }
+    disk.write(4 * GRANULE_BYTES, b"w").unwrap();
+    disk.begin_round(former);
+    map.end_round(next).unwrap();
+    assert_eq!(granules(&map), [4], "nobody has set it aside");
+    assert_eq!(granules(&reopen(&path, &image).unwrap()), [4]);
 }
 
 /// What the map has in its file's stead, for as long as nothing can be written there.
@@ -126,13 +168,14 @@ fn a_mark_that_could_not_be_written_is_written_at_the_next_try() {
 fn what_could_not_be_written_goes_along_with_whatever_is() {
     let (_directory, image, path) = image();
     let map = create(&path, &image);
+    let rounds = rounds_of(&map);
     map.unseal().unwrap();
     let file = fill_up(&map);
     map.mark_all().unwrap_err();
     assert_eq!(granules(&map).len(), 101, "this daemon knows, whatever its file says");
     map.lock().file = file;
-    map.begin_round();
-    map.end_round().unwrap();
+    map.begin_round(rounds);
+    map.end_round(rounds).unwrap();
     map.mark(0, 1).unwrap();
     assert_eq!(granules(&reopen(&path, &image).unwrap()).len(), 101);
 
@@ -197,6 +240,7 @@ proptest! {
     ) {
         let (_directory, image, path) = image();
         let map = create(&path, &image);
+        let rounds = rounds_of(&map);
         let (mut current, mut closing) = (BTreeSet::new(), BTreeSet::new());
         for (what, offset, len) in steps {
             let len = len.min(DISK_BYTES - offset);
@@ -207,11 +251,11 @@ proptest! {
                     current.extend((offset / GRANULE_BYTES..end).filter(|_| len > 0));
                 }
                 1 => {
-                    map.begin_round();
+                    map.begin_round(rounds);
                     closing.append(&mut current);
                 }
                 _ => {
-                    map.end_round().unwrap();
+                    map.end_round(rounds).unwrap();
                     closing.clear();
                 }
             }

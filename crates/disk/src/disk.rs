@@ -2,13 +2,14 @@
 
 mod medium;
 mod ordered;
+mod outcomes;
 mod settings;
 mod snapshot;
 
 use crate::absent::Absent;
 use crate::blocks::BlockSet;
 use crate::capture::Frozen;
-use crate::changes::ChangeMap;
+use crate::changes::{ChangeMap, Rounds};
 use crate::error::DiskError;
 use crate::flusher::{Done, Flusher};
 use crate::image::{Image, Space};
@@ -20,13 +21,14 @@ use crate::withheld::{OnError, Withheld};
 use nix::errno::Errno;
 use nix::unistd::gettid;
 pub(crate) use ordered::Ordered;
+pub use outcomes::GuestWrites;
 use settings::Settings;
 use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 use understudy_protocol::DiskIndex;
 use understudy_threads::{Mutex, MutexGuard};
@@ -70,6 +72,8 @@ pub struct Disk {
     server_thread: AtomicI32,
     /// Requests of the guest that are not answered.
     requests: AtomicUsize,
+    /// Changes and flushes that failed.
+    failures: AtomicU64,
 }
 
 /// What a writer must look at, and what must not change during its write.
@@ -82,15 +86,6 @@ struct Order {
     since_base: Option<BlockSet>,
     read_only: bool,
     guest_writes: GuestWrites,
-}
-
-/// The guest's requests that changed a disk, or tried to.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct GuestWrites {
-    /// How many came.
-    pub count: u64,
-    /// How many of them failed.
-    pub failed: u64,
 }
 
 impl Disk {
@@ -149,6 +144,7 @@ impl Disk {
             withheld: Withheld::default(),
             server_thread: AtomicI32::new(0),
             requests: AtomicUsize::new(0),
+            failures: AtomicU64::new(0),
         })
     }
 
@@ -251,26 +247,22 @@ impl Disk {
         self.settings.changes()
     }
 
+    /// A session begins: from here on its rounds count, and none of an earlier one.
+    pub fn begin_rounds(&self, rounds: Rounds) {
+        if let Some(changes) = self.changes() {
+            changes.begin_rounds(rounds);
+        }
+    }
+
     /// [`ChangeMap::end_round`] will forget the changes that went to the sink before this: the
     /// guest's are those that this gives.
-    pub fn begin_round(&self) -> GuestWrites {
+    pub fn begin_round(&self, rounds: Rounds) -> GuestWrites {
         // Under the lock, nobody is between mark and sink.
         let order = self.lock_order();
         if let Some(changes) = self.changes() {
-            changes.begin_round();
+            changes.begin_round(rounds);
         }
         order.guest_writes
-    }
-
-    /// What the guest has changed so far, through the NBD server. None is under way: those that
-    /// are counted are in the image.
-    pub fn guest_writes(&self) -> GuestWrites {
-        self.lock_order().guest_writes
-    }
-
-    /// The guest's last write could not be carried out.
-    pub(crate) fn note_failed_write(&self) {
-        self.lock_order().guest_writes.failed += 1;
     }
 
     /// Refuses (EPERM) or admits the guest's writes that come through the NBD server. On

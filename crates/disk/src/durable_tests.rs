@@ -1,7 +1,7 @@
 use super::*;
 use crate::disk::Disk;
 use crate::mirror::mirror_path;
-use crate::{ChangeMap, FreshMirror};
+use crate::{ChangeMap, FreshMirror, Rounds};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -91,15 +91,17 @@ fn an_image_that_lost_writes_may_differ_anywhere() {
     let disk = Disk::open(DiskIndex(0), &full.device, 16 * MIB).unwrap();
     let map = changes(directory.path(), &disk);
     disk.set_changes(Some(map.clone()));
+    let rounds = Rounds::of_new_session();
+    disk.begin_rounds(rounds);
     overfill(&disk);
-    disk.begin_round();
-    map.end_round().unwrap();
+    disk.begin_round(rounds);
+    map.end_round(rounds).unwrap();
     assert_eq!(map.changed_bytes(), 0, "the other host has all of it");
     assert!(is_eio(disk.sync()));
     full.heal();
     // What the other host says now counts for nothing.
-    disk.begin_round();
-    map.end_round().unwrap();
+    disk.begin_round(rounds);
+    map.end_round(rounds).unwrap();
     assert_eq!(map.changed_bytes(), 16 * MIB);
     // Nor is it sealed when the disk is closed: a restarted host does not believe it.
     drop(disk);

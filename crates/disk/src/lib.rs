@@ -47,7 +47,7 @@ mod withheld;
 pub use absent::Fetcher;
 pub use blocks::{BLOCK_BYTES, BlockSet};
 pub use capture::{Capture, ChangesTaken, PreparedCapture};
-pub use changes::{ChangeMap, GRANULE_BYTES};
+pub use changes::{ChangeMap, GRANULE_BYTES, Rounds};
 pub use disk::{Disk, GuestWrites, WriteSink};
 pub use durable::Durable;
 pub use error::DiskError;

@@ -146,7 +146,10 @@ fn a_read_only_disk_refuses_qemu_until_it_goes_live() {
     served.disk.read(0, &mut kept).unwrap();
     assert_eq!(&kept, b"an epoch");
     assert_eq!(served.server().traffic().written_bytes, 0);
+    let failures = served.disk.failures();
+    assert!(failures >= 4, "{failures} of 4 failed");
     served.io(&["flush", "read 0 4k"]);
+    assert_eq!(served.disk.failures(), failures);
 
     served.disk.set_read_only(false);
     served.io(&["write -P 1 0 4k", "read -P 1 0 4k"]);

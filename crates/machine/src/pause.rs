@@ -1,6 +1,8 @@
 //! How a machine is paused for a checkpoint: by the agent inside QEMU where that is proven,
 //! else through the monitor. That takes longer, and is no less safe.
 
+mod written_back;
+
 use crate::attention::{Attended, Attention, HangDetector, Signs};
 use crate::machine::Machine;
 use anyhow::{Context, anyhow, bail};
@@ -18,6 +20,7 @@ use understudy_qemu::dirty_log::LoggedBlock;
 use understudy_qemu::lockstep::LogErrand;
 use understudy_qemu::pause::{AgentPause, AgentPauser, obstacle};
 use understudy_qemu::qmp::{Checkpoint, DeviceState};
+use written_back::WrittenBack;
 
 /// Set to `qmp`, it has the daemon pause through the monitor: to tell, when something goes
 /// wrong, whether the agent is the cause.
@@ -75,7 +78,8 @@ impl Pauser {
         Ok(Pauser::by(Ok(Arc::new(pauser.context("cannot pause QEMU through its agent")?))))
     }
 
-    /// As [`AgentPauser::have_written_back`]; the monitor's `stop` does so in any case.
+    /// As [`AgentPauser::have_written_back`]. The monitor's `stop` does so in any case; whether it could,
+    /// [`WrittenBack`] sees.
     pub fn have_written_back(&self, kept: bool) {
         if let Ok(agent) = &self.agent {
             agent.have_written_back(kept);
@@ -131,7 +135,13 @@ impl Pauser {
             match agent.begin_with(errand)? {
                 Some(pause) => {
                     attended.answered();
-                    return Ok(Pause { method: Method::Agent(pause), state, held: None, attended });
+                    return Ok(Pause {
+                        method: Method::Agent(pause),
+                        state,
+                        held: None,
+                        written_back: None,
+                        attended,
+                    });
                 }
                 None if errand != LogErrand::None => bail!(refused(errand)),
                 None => info!("the guest does not run; this checkpoint goes through QMP"),
@@ -143,7 +153,13 @@ impl Pauser {
         let mut checkpoint = monitor.begin_checkpoint(state)?;
         checkpoint.stopped()?;
         attended.answered();
-        Ok(Pause { method: Method::Monitor(checkpoint), state, held: None, attended })
+        Ok(Pause {
+            method: Method::Monitor(checkpoint),
+            state,
+            held: None,
+            written_back: None,
+            attended,
+        })
     }
 
     /// Stops a guest in lockstep where its log ends; see [`AgentPauser::begin_at_end`].
@@ -159,7 +175,7 @@ impl Pauser {
             bail!(refused(LogErrand::Detach));
         };
         attended.answered();
-        Ok(Pause { method: Method::Agent(pause), state, held: None, attended })
+        Ok(Pause { method: Method::Agent(pause), state, held: None, written_back: None, attended })
     }
 }
 
@@ -179,8 +195,9 @@ impl Machine {
         monitor: &'m mut Monitor,
         errand: LogErrand,
     ) -> anyhow::Result<Pause<'m>> {
+        let written_back = WrittenBack::expect(self);
         let pause = self.pauser.begin(monitor, &self.device_state, errand)?;
-        Ok(pause.unless(&self.held))
+        Ok(Pause { written_back, ..pause.unless(&self.held) })
     }
 
     /// Stops the guest where its log ends, of which `read` is to take in what comes meanwhile. QEMU
@@ -202,6 +219,8 @@ pub struct Pause<'a> {
     method: Method<'a>,
     state: &'a DeviceState,
     held: Option<&'a AtomicBool>,
+    /// Where the monitor does not say so: whether the disks have what their formats kept back.
+    written_back: Option<WrittenBack>,
     /// Last: the pause ends before.
     attended: Attended<'a>,
 }
@@ -231,6 +250,7 @@ impl<'a> Pause<'a> {
             Method::Monitor(checkpoint) => {
                 checkpoint.saved()?;
                 self.attended.answered();
+                self.written_back.as_ref().map_or(Ok(()), WrittenBack::check)?;
                 self.state.read_into(device_state)?;
                 Ok(0)
             }

@@ -1,4 +1,4 @@
-//! Moments at which a test has the daemon die, or stand still until its host dies.
+//! Moments at which a test has the daemon die, or stand still.
 
 use understudy_protocol::VmName;
 
@@ -20,6 +20,17 @@ pub fn pass(_moment: &str) {
     fail::fail_point!(_moment, |file| {
         let file = std::path::PathBuf::from(file.expect("return(FILE)"));
         std::fs::write(&file, "").expect("the fail point's file can be made");
+        while file.exists() {
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+    });
+}
+
+/// The fail point of that name: with `NAME=return(FILE)` the thread stands still for as long as the test has that
+/// file there.
+pub fn stand_still(_moment: &str) {
+    fail::fail_point!(_moment, |file| {
+        let file = std::path::PathBuf::from(file.expect("return(FILE)"));
         while file.exists() {
             std::thread::sleep(std::time::Duration::from_millis(10));
         }

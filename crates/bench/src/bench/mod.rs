@@ -21,8 +21,10 @@
 //! | `memory`  | how much memory the daemons hold |
 //! | `kvm_counts` | what checkpoints do to a guest on KVM, counted by KVM |
 //! | `machine` | what it was measured on |
+//! | `clock`   | whether its clock was set meanwhile |
 
 pub mod checkpoint;
+mod clock;
 pub mod compression;
 mod compression_report;
 pub mod distance;

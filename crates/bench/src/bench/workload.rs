@@ -1,14 +1,15 @@
 //! `understudy-lab bench workload`: one guest, protected or not, and workloads on it.
 
+use super::suite::protection::Watch;
 use super::workloads::{Bed, Better, Door, Sample, Scale, Workload};
-use super::{on_scene, patient};
+use super::{on_scene, patient, words};
 use crate::cli::BenchWorkloadArgs;
 use crate::parts::scene_options;
 use anyhow::Result;
 use serde::Serialize;
 use std::fmt::Write;
 use std::path::Path;
-use understudy_client::{Exit, Failure, output};
+use understudy_client::{Client, Exit, Failure, output};
 use understudy_lab::scene::GuestKind;
 use understudy_lab::{GUEST_ADDRESS, Scene};
 
@@ -47,11 +48,17 @@ fn measure(scene: &Scene, args: &BenchWorkloadArgs) -> Result<Vec<Measured>> {
         scene.protect("a", "b")?;
         scene.await_protected("a", |_| ())?;
     }
+    let primary = Client::new(scene.host("a")?.socket()).map_err(words)?;
+    let watched = |workload: Workload, scale| {
+        let watch = args.protected.then(|| Watch::begin(&primary)).transpose()?;
+        let sample = workload.run_accounted(&bed, scale)?;
+        watch.map(|watch| watch.end(&primary)).transpose()?;
+        Ok(sample)
+    };
     let scale = if args.quick { Scale::Quick } else { Scale::Full };
     let measure = |&workload: &Workload| {
         eprintln!("{}", workload.name());
-        let samples =
-            (0..args.runs).map(|_| workload.run_accounted(&bed, scale)).collect::<Result<_>>()?;
+        let samples = (0..args.runs).map(|_| watched(workload, scale)).collect::<Result<_>>()?;
         Ok(Measured { workload, unit: workload.unit(), better: workload.better(), samples })
     };
     names.iter().map(measure).collect()

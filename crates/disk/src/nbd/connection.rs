@@ -194,6 +194,7 @@ impl Connection<'_> {
                 Ok(command) => self.change(request, command, payload),
                 Err(status) => {
                     tracing::warn!(?request, ?status, "refused a request");
+                    self.served.disk.note_failure();
                     self.replies.send(status, request.handle, &[]);
                 }
             }
@@ -208,6 +209,9 @@ impl Connection<'_> {
                 let (served, replies) = (self.served.clone(), self.replies.clone());
                 self.served.disk.flush(Box::new(move |result| {
                     served.counters.flushed();
+                    if result.is_err() {
+                        served.disk.note_failure();
+                    }
                     served.answer(&request, result, &replies);
                 }));
             }

@@ -38,6 +38,7 @@ impl Session {
     pub(super) fn note_changes(&self, ready: &Readiness) {
         for (disk, changes) in self.machine().disks().iter().zip(&ready.changes) {
             disk.set_changes(Some(changes.clone()));
+            disk.begin_rounds(self.rounds);
         }
     }
 

@@ -1,18 +1,20 @@
 //! Apply committed epochs to the backup's memory, disks and device state.
 
+use super::failure::OwnFailure;
 use crate::messages::{Piece, WholeEpoch};
 use anyhow::{Context, bail, ensure};
+use std::sync::Arc;
 use understudy_cluster::messages::KeepOrder;
 use understudy_disk::Disk;
 use understudy_encoding::delta::each_run;
-use understudy_encoding::{DiskBlock, Page, PageData, read_pages};
+use understudy_encoding::{DiskBlock, EncodingError, Page, PageData, Reference, read_pages};
 use understudy_machine::Machine;
 use understudy_memory::{MAIN_MEMORY, RamBlock, StillImage};
 use understudy_protocol::wire::DiskRange;
 use understudy_protocol::{BlockId, PAGE_SIZE, PageIndex, Time};
 
 /// Refuses a piece of an epoch that does not fit this machine, before it is
-/// acknowledged: nothing of a bad epoch is ever applied.
+/// acknowledged: nothing of a bad epoch is ever applied. An [`OwnFailure`] is no fault of the piece.
 pub fn validate(machine: &Machine, piece: &Piece<'_>) -> anyhow::Result<()> {
     match piece {
         Piece::Pages(pages) => {
@@ -24,7 +26,8 @@ pub fn validate(machine: &Machine, piece: &Piece<'_>) -> anyhow::Result<()> {
                 // Whether data are right does not depend on the page that they change,
                 // which may be in an epoch yet to be applied. A block that is referred to is
                 // in none: the primary waited for its last write to be settled.
-                data.check(&mut scratch, |block, page| read_mirror(machine, block, page))
+                let read = |block, page: &mut Page| read_mirror(machine, block, page);
+                data.check(&mut scratch, read).map_err(|error| blame(machine, data, error))
             })?;
         }
         Piece::DiskWrite(write) => check_range(machine, &write.range())?,
@@ -172,7 +175,8 @@ fn apply_page(
             if let PageData::Delta(_) = data {
                 block.read(page, &mut content)?;
             }
-            data.apply(&mut content, |block, page| read_mirror(machine, block, page))?;
+            data.apply(&mut content, |block, page| read_mirror(machine, block, page))
+                .map_err(|error| blame(machine, data, error))?;
             block.write(page, &content)?;
         }
     }
@@ -182,13 +186,34 @@ fn apply_page(
 /// Reads what a reference means.
 fn read_mirror(machine: &Machine, block: DiskBlock, page: &mut Page) -> anyhow::Result<()> {
     let DiskBlock { disk: index, number } = block;
-    let disks = machine.disks();
-    let disk = disks.get(usize::from(index.0));
-    let (Some(disk), Some(offset)) = (disk, block.offset()) else {
+    let Some((disk, offset)) = find(machine, block) else {
         bail!("a page refers to block {number} of disk {index}, which this machine lacks");
     };
     disk.read(offset, page)
-        .with_context(|| format!("a page refers to block {number} of disk {index}"))
+        .with_context(|| format!("cannot read block {number} of the mirror of disk {index}"))
+}
+
+/// The disk and the offset of a block that this machine has.
+fn find(machine: &Machine, block: DiskBlock) -> Option<(Arc<Disk>, u64)> {
+    let offset = block.offset()?;
+    let disk = machine.disks().into_iter().nth(block.disk.0.into())?;
+    let end = offset.checked_add(PAGE_SIZE as u64)?;
+    (end <= disk.export_bytes()).then_some((disk, offset))
+}
+
+/// Whose failure it is that a page's data are not right: if the mirror does not give what they refer to it is this
+/// host's, unless there is no such block.
+fn blame(machine: &Machine, data: PageData<'_>, error: anyhow::Error) -> anyhow::Error {
+    let PageData::Reference(Reference { block, .. }) = data else { return error };
+    if find(machine, block).is_none() {
+        return error;
+    }
+    let DiskBlock { disk, number } = block;
+    let reason = match error.is::<EncodingError>() {
+        true => format!("block {number} of the mirror of disk {disk} is not what the primary has"),
+        false => format!("{error:#}"),
+    };
+    OwnFailure::Mirror(reason).into()
 }
 
 fn block_of(machine: &Machine, id: BlockId) -> Option<&RamBlock> {

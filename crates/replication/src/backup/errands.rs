@@ -77,6 +77,7 @@ impl Session {
             let done = self.carry_out(&errand, commits, &mut work);
             if let Err(error) = &done {
                 error!(vm = %self.vm, "{errand:?}: {error:#}");
+                error.downcast_ref().inspect(|failure| self.heed(failure));
             }
             let result = done.map_err(|error| format!("{error:#}"));
             self.event(Event::Done(self.place, errand, result));
@@ -157,6 +158,10 @@ impl Session {
         let media = media_of(&epoch);
         let number = epoch.epoch;
         let applied = self.apply_whole(epoch, image.as_deref())?;
+        // With the first whole epoch the mirrors are images of their own, which its TPM's state belongs to: until
+        // then this host may have others, with theirs.
+        let are_new = mirrors.is_some();
+        mirrors.into_iter().flatten().try_for_each(Mirror::complete)?;
         if let Some(tpm) = &mut work.tpm {
             let _awaited = self.vitals.applying.begin();
             tpm.apply(number, &applied.checkpoint.device_state)?;
@@ -172,11 +177,7 @@ impl Session {
             self.change_over(other)?;
             return Ok(self.applied_turn(checkpoint));
         }
-        // With the first whole epoch the mirrors are images of their own.
-        if let Some(filled) = mirrors {
-            for mirror in filled {
-                mirror.complete()?;
-            }
+        if are_new {
             work.ready = Some(self.make_ready()?);
         }
         if let Some(order) = keep {

@@ -2,6 +2,7 @@
 //! the change is applied. What it has not asked for never gets in.
 
 use super::activation::Readiness;
+use super::failure::OwnFailure;
 use super::session::Session;
 use crate::medium::{Medium, MediumAnswer};
 use crate::messages::{Piece, ToPrimary, WholeEpoch};
@@ -105,7 +106,8 @@ impl Session {
             lock(&session.present).orders.media.end(found);
             session.say(&ToPrimary::MediumAnswer(answer));
         };
-        spawn(format!("medium-{}", self.vm), look).map(drop).context("cannot start a thread")
+        let begun = spawn(format!("medium-{}", self.vm), look).context("cannot start a thread");
+        Ok(begun.map(drop).map_err(OwnFailure::other)?)
     }
 
     fn find_medium(&self, medium: &Medium) -> anyhow::Result<understudy_machine::Medium> {

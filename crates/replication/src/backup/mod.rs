@@ -9,6 +9,7 @@ mod activation;
 mod apply;
 mod control;
 mod errands;
+mod failure;
 mod frames;
 mod group;
 mod medium;
@@ -47,7 +48,7 @@ use turn::Orders;
 use understudy_arbiter::Arbiter;
 use understudy_cluster::kept::Keeper;
 use understudy_cluster::store_keys::{StoreKeys, Stores};
-use understudy_disk::Mirror;
+use understudy_disk::{Mirror, Rounds};
 use understudy_link::channel::{Channel, Renewal};
 use understudy_link::link::Link;
 use understudy_machine::Machine;
@@ -224,6 +225,7 @@ pub fn accept(
         contests,
         waiting: ByteBudget::new(session::WAITING_BYTES),
         keeper: Arc::new(Keeper::new(plan.stores, plan.store_keys)),
+        rounds: Rounds::of_new_session(),
         received: AtomicU64::new(0),
         worked: AtomicU64::new(0),
         vitals: vitals::Vitals::default(),
@@ -323,7 +325,8 @@ fn run_settle(session: &Session) {
                         && Arc::ptr_eq(&now, &following)
                     {
                         session.say(&ToPrimary::Written(written));
-                        if let Err(error) = following.writes().strike_off(&machine) {
+                        if let Err(error) = following.writes().strike_off(&machine, session.rounds)
+                        {
                             session.give_up(&format!("{error:#}"));
                         }
                     }

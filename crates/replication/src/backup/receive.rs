@@ -2,6 +2,7 @@
 //! acknowledged.
 
 use super::apply::{apply_alone, validate};
+use super::failure::OwnFailure;
 use super::session::Session;
 use crate::clock;
 use crate::lockstep::backup::Following;
@@ -35,28 +36,22 @@ fn staging_limit(machine: &Machine) -> u64 {
     memory + memory / 16 + EPOCH_DISK_BYTES + BESIDE_MEMORY
 }
 
-/// What the primary sent could not be applied here, which is neither its fault nor the
-/// connection's.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-struct OwnFailure(String);
-
 impl Session {
     /// Receive, stage whole, acknowledge: until the connection ends.
     pub fn receive(self: &Arc<Self>) {
         let mut staging = Staging::with_limit(staging_limit(&self.machine()));
         let reason = loop {
-            match self.receive_one(&mut staging) {
-                Ok(()) => {}
-                // The primary is told why, and what it still sends is read: a connection that is
-                // closed with unread bytes is reset, and takes what was said along.
-                Err(error) if error.is::<OwnFailure>() => {
-                    self.give_up(&error.to_string());
-                    while self.data.receive().is_ok() {}
-                    break error.to_string();
-                }
+            let Err(error) = self.receive_one(&mut staging) else { continue };
+            let failure: OwnFailure = match error.downcast() {
+                Ok(failure) => failure,
                 Err(error) => break format!("{error:#}"),
-            }
+            };
+            // The primary is told why, and what it still sends is read: a connection that is
+            // closed with unread bytes is reset, and takes what was said along.
+            self.heed(&failure);
+            self.give_up(&failure.to_string());
+            while self.data.receive().is_ok() {}
+            break failure.to_string();
         };
         self.say(&ToPrimary::Refuse(reason.clone()));
         self.data.close();
@@ -108,8 +103,7 @@ impl Session {
             Piece::Pages(_) | Piece::DiskWrite(_) | Piece::DiskZero(_)
                 if header.epoch == Epoch(0) =>
             {
-                let applied = apply_alone(&self.machine(), piece);
-                return Ok(applied.map_err(|error| OwnFailure(format!("{error:#}")))?);
+                return Ok(apply_alone(&self.machine(), piece).map_err(OwnFailure::other)?);
             }
             Piece::LogBegins => self.expect_log(header.epoch)?,
             Piece::LogEnds(_) => self.expect_end_of_log()?,

@@ -3,6 +3,7 @@
 
 use super::control::Ask;
 use super::errands::Committed;
+use super::failure::OwnFailure;
 use super::frames::Frames;
 use super::group::Group;
 use super::takeover::{self, Stage};
@@ -25,6 +26,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use tracing::{error, info, warn};
 use understudy_arbiter::Arbiter;
 use understudy_cluster::kept::Keeper;
+use understudy_disk::Rounds;
 use understudy_link::channel::Channel;
 use understudy_machine::Machine;
 use understudy_protocol::HostName;
@@ -50,6 +52,8 @@ pub struct Session {
     /// The primary's host name.
     pub primary: HostName,
     pub(super) present: Mutex<Present>,
+    /// In lockstep the guest's changes here are forgotten in these.
+    pub(super) rounds: Rounds,
     /// Turns that are committed and not carried out.
     pub(super) turns: AtomicU64,
     pub(super) launch: Launch,
@@ -251,12 +255,24 @@ impl Session {
         self.event(Event::CannotServe(reason.to_owned()));
     }
 
-    /// Lockstep: QEMU does not follow the log any more. What it did last is kept.
-    pub fn diverged(&self, reason: &str) {
-        // What it wrote nobody knows: its mirrors are no base for another synchronisation.
+    /// After a failure of this host's own.
+    pub(super) fn heed(&self, failure: &OwnFailure) {
+        match failure {
+            OwnFailure::Mirror(_) => self.distrust_mirrors(),
+            OwnFailure::Other(_) => {}
+        }
+    }
+
+    /// What the mirrors hold nobody knows: they are no base for another synchronisation.
+    fn distrust_mirrors(&self) {
         if let Err(error) = self.records.change(&self.vm, |record| record.sessions.clear()) {
             error!(vm = %self.vm, "{error}");
         }
+    }
+
+    /// Lockstep: QEMU does not follow the log any more. What it did last is kept.
+    pub fn diverged(&self, reason: &str) {
+        self.distrust_mirrors();
         let kept = self
             .following()
             .map(|following| evidence::keep(&self.directory, &self.machine(), &following, reason));

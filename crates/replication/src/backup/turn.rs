@@ -3,6 +3,7 @@
 //! A QEMU that can do it is started beside the one that there is, on the same memory and disks,
 //! and waits. With the turn's epoch, when that is applied, it takes the former's place.
 
+use super::failure::OwnFailure;
 use super::medium::Media;
 use super::session::Session;
 use crate::lockstep::backup::{self as lockstep, Following};
@@ -84,7 +85,8 @@ impl Session {
             };
             session.say(&ToPrimary::TurnAnswer(answer));
         };
-        spawn(format!("turn-{}", self.vm), prepare).map(drop).context("cannot start a thread")
+        let begun = spawn(format!("turn-{}", self.vm), prepare).context("cannot start a thread");
+        Ok(begun.map(drop).map_err(OwnFailure::other)?)
     }
 
     fn prepare(&self, number: u64, wanted: Wanted) -> anyhow::Result<()> {
@@ -135,7 +137,7 @@ impl Session {
         let Some((machine, wanted)) = prepared.filter(|(_, wanted)| wanted.mode == mode) else {
             bail!("a turn came that was not prepared");
         };
-        ensure!(machine.is_alive(), "the QEMU for the turn ended: {}", machine.last_words());
+        ensure!(machine.is_alive(), OwnFailure::Other(ended(&machine)));
         Ok(wanted)
     }
 
@@ -163,7 +165,7 @@ impl Session {
     pub(super) fn change_over(&self, other: Option<Other>) -> anyhow::Result<()> {
         let Other { beside, wanted } = other.context("the turn is not possible")?;
         let (former, next) = (self.machine(), beside.machine);
-        ensure!(next.is_alive(), "the QEMU for the turn ended: {}", next.last_words());
+        ensure!(next.is_alive(), ended(&next));
         copy_small_blocks(former.blocks(), next.blocks())?;
         next.take_place_aside();
         former.retire();
@@ -203,4 +205,8 @@ impl Session {
         };
         drop(other);
     }
+}
+
+fn ended(other: &Machine) -> String {
+    format!("the QEMU for the turn ended: {}", other.last_words())
 }

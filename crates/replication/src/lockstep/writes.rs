@@ -12,8 +12,8 @@
 //! the other nothing.
 
 use anyhow::ensure;
-use understudy_disk::GuestWrites;
-use understudy_lockstep::{Rounds, Written};
+use understudy_disk::{GuestWrites, Rounds};
+use understudy_lockstep::{self as lockstep, Written};
 use understudy_machine::Machine;
 use understudy_threads::{Mutex, lock};
 
@@ -27,7 +27,7 @@ pub struct Writes {
 struct Counts {
     /// At the beginning of the log.
     bases: Option<Vec<GuestWrites>>,
-    rounds: Rounds,
+    rounds: lockstep::Rounds,
 }
 
 impl Counts {
@@ -60,8 +60,8 @@ impl Writes {
         Ok(())
     }
 
-    /// Strikes off what both hosts have. The log has begun.
-    pub fn strike_off(&self, machine: &Machine) -> anyhow::Result<()> {
+    /// Strikes off what both hosts have, as the session's rounds. The log has begun.
+    pub fn strike_off(&self, machine: &Machine, rounds: Rounds) -> anyhow::Result<()> {
         let mut counts = lock(&self.counts);
         if !counts.rounds.may_forget() {
             return Ok(());
@@ -70,8 +70,8 @@ impl Writes {
         for disk in machine.disks() {
             // The log may have just ended.
             let Some(changes) = disk.changes() else { return Ok(()) };
-            changes.end_round()?;
-            now.push(disk.begin_round());
+            changes.end_round(rounds)?;
+            now.push(disk.begin_round(rounds));
         }
         let written = counts.since_begin(now.into_iter());
         counts.rounds.set_aside(written);

@@ -12,7 +12,7 @@ use crate::clock;
 use crate::lockstep;
 use crate::lockstep::primary::{Followed, MACHINE};
 use crate::messages::Piece;
-use crate::moments::{pass, strike};
+use crate::moments::{pass, stand_still, strike};
 use anyhow::Context;
 use std::sync::Arc;
 use std::time::Duration;
@@ -254,6 +254,7 @@ impl<'a> Capturer<'a> {
 
     /// One checkpoint.
     fn checkpoint(&mut self, cut: Cut) -> anyhow::Result<()> {
+        stand_still("checkpoint-due");
         let epoch = self.session.running();
         let began = clock::now();
         // The end of a log must go before all pages.

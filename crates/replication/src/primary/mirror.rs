@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
-use understudy_disk::{Disk, GRANULE_BYTES, Reads, WriteSink, copy_changed, copy_out};
+use understudy_disk::{Disk, GRANULE_BYTES, Reads, Rounds, WriteSink, copy_changed, copy_out};
 use understudy_protocol::wire::{DiskRange, DiskWrite};
 use understudy_protocol::{DiskIndex, Epoch};
 use understudy_threads::lock;
@@ -71,10 +71,12 @@ impl Mirroring {
 
 /// Has every write of every disk go to the backup, too, from here on.
 pub fn begin(session: &Arc<Session>) {
+    let rounds = *lock(&session.rounds);
     for disk in session.machine().disks() {
         disk.set_sink(Some(Arc::new(Mirroring(Arc::downgrade(session)))));
         // What changed until here goes over with the first synchronisation.
-        disk.begin_round();
+        disk.begin_rounds(rounds);
+        disk.begin_round(rounds);
         // After the writes' sink: no write goes unnoticed that a remembered block meets.
         let references = session.references.clone();
         disk.set_reads(references.map_or(Reads::Plain, |references| Reads::Watched(references)));
@@ -168,23 +170,34 @@ fn rounds(session: &Session) -> anyhow::Result<()> {
     let (mut joined, mut told) = (false, (Epoch(0), None));
     // The epoch at whose end all that was set aside had gone to the backup.
     let mut closing = Epoch(0);
-    while !session.is_over() {
+    loop {
         thread::sleep(ROUND_INTERVAL);
+        if session.is_over() {
+            return Ok(());
+        }
         // Nothing that was set aside in the other way is forgotten in this one.
-        let _one_way = lock(&session.rounds);
+        let rounds = lock(&session.rounds);
         let settled = Epoch(session.settled.load(Ordering::Acquire));
         if settled < session.turned() || settled < closing {
             continue;
         }
+        let machine = session.machine();
         if !joined {
             // From here on the maps know nothing of earlier sessions.
-            let only = vec![session.id.clone()];
-            session.records.change(&session.vm, |record| record.sessions = only)?;
+            let (disks, mut is_late) = (machine.disks(), false);
+            session.records.change(&session.vm, |record| {
+                is_late = disks.iter().any(|disk| has_other_rounds(disk, *rounds));
+                if !is_late {
+                    record.sessions = vec![session.id.clone()];
+                }
+            })?;
+            if is_late {
+                return Ok(());
+            }
             joined = true;
         }
-        let machine = session.machine();
         if let Some(recording) = session.recording() {
-            recording.writes.strike_off(&machine)?;
+            recording.writes.strike_off(&machine, *rounds)?;
             let written = (recording.machine(), recording.writes.now(&machine));
             if let (_, Some(counts)) = &written
                 && written != told
@@ -196,11 +209,15 @@ fn rounds(session: &Session) -> anyhow::Result<()> {
         }
         for disk in machine.disks() {
             let Some(changes) = disk.changes() else { continue };
-            changes.end_round()?;
-            disk.begin_round();
+            changes.end_round(*rounds)?;
+            disk.begin_round(*rounds);
         }
         // Read last: no write before it has a later epoch.
         closing = Epoch(session.disk_epoch.load(Ordering::Acquire));
     }
-    Ok(())
+}
+
+/// Whether a later session has begun to forget changes of the disk.
+fn has_other_rounds(disk: &Disk, rounds: Rounds) -> bool {
+    disk.changes().is_some_and(|changes| changes.has_other_rounds(rounds))
 }

@@ -72,6 +72,7 @@ use std::time::Duration;
 use tracing::{error, info, warn};
 use turn::Turning;
 use understudy_arbiter::Arbiter;
+use understudy_disk::Rounds;
 use understudy_encoding::{Compression, EncodingPlan};
 use understudy_link::channel::Channel;
 use understudy_machine::Machine;
@@ -178,7 +179,7 @@ pub fn protect(
         settled: AtomicU64::new(0),
         console,
         turning: Turning::default(),
-        rounds: Mutex::default(),
+        rounds: Mutex::new(Rounds::of_new_session()),
         references: references(&plan.encoding, plan.mode),
         policy: plan.policy,
         encoding: plan.encoding,

@@ -32,6 +32,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_arbiter::Arbiter;
+use understudy_disk::Rounds;
 use understudy_encoding::EncodingPlan;
 use understudy_link::channel::Channel;
 use understudy_link::link::Next;
@@ -68,7 +69,7 @@ pub struct Session {
     /// The change of the way in which the backup keeps up.
     pub turning: Turning,
     /// Held while changes of the disks are forgotten, and while the way changes.
-    pub(super) rounds: Mutex<()>,
+    pub(super) rounds: Mutex<Rounds>,
     /// What was measured.
     pub stats: Stats,
     /// How fast the guest may run.

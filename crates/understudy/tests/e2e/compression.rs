@@ -1,9 +1,15 @@
 //! Every way to encode pages: the guest's memory is right on the other host.
 
-use crate::stage::{Calm, LIMIT, PACE, await_service, options, play, prove_survival};
+use crate::resync::protect_again;
+use crate::sick_disks::Failing;
+use crate::stage::{
+    Calm, LIMIT, PACE, await_degraded, await_service, has_backup, options, play, prove_survival,
+};
 use anyhow::{Context, Result, ensure};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use understudy_lab::scene::VM;
-use understudy_lab::{GuestShell, Scene, wait_for};
+use understudy_lab::{GuestShell, RecordClient, Scene, wait_for};
 
 /// Two files in the guest's memory get the same few bytes in the same place, again
 /// and again: at any moment they differ by one such write at most.
@@ -67,16 +73,7 @@ const REFERENCES: u64 = 500;
 #[test]
 fn pages_read_from_the_disk_are_read_from_the_mirror() {
     play(options().calm(), |scene| {
-        scene.start_guest("a")?;
-        scene.await_guest()?;
-        // On a link as fast as this one, nothing is looked for unless it is asked for.
-        scene.host("a")?.call(["protect", VM, "--to", "b", "--compression", "hybrid"])?;
-        let client = scene.record_client(PACE)?;
-        await_service(&client)?;
-        let mut shell = scene.shell()?;
-        let still = shell.run(MAKE_STILL)?;
-        ensure!(still.code == 0, "`{MAKE_STILL}` failed: {still:?}");
-        await_references(scene, REFERENCES, || shell.run(READ_STILL).map(drop))?;
+        let (client, mut shell, still) = with_references(scene)?;
         let churn = shell.start(CHURN)?;
         let so_far = references(scene)?;
         await_rounds(&mut shell, 3)?;
@@ -84,20 +81,112 @@ fn pages_read_from_the_disk_are_read_from_the_mirror() {
         scene.host_mut("a")?.kill_everything()?;
         scene.await_live("b")?;
         await_service(&client)?;
-        // The first time from the page cache, as far as it has the file.
-        for line in ["md5sum /data/still", &format!("{READ_STILL}; md5sum /data/still")] {
-            let now = shell.run(line)?.text;
-            ensure!(
-                last_line(&now) == last_line(&still.text),
-                "the file was {still:?}, is {now:?}"
-            );
-        }
+        same_file(&mut shell, &still)?;
         let rounds = rounds(&mut shell)?;
         await_rounds(&mut shell, rounds + 2)?;
         let bad = shell.run(&format!("kill -9 -{churn}; cat /tmp/bad"))?;
         ensure!(bad.text.trim().is_empty(), "the guest read what it had not written: {bad:?}");
         prove_survival(scene, client, "b")
     });
+}
+
+/// A guest on host a, whose pages that come from its disk go to host b as references; and the sum of the file that
+/// it reads.
+fn with_references(scene: &mut Scene) -> Result<(RecordClient, GuestShell, String)> {
+    scene.start_guest("a")?;
+    scene.await_guest()?;
+    // On a link as fast as this one, nothing is looked for unless it is asked for.
+    scene.host("a")?.call(["protect", VM, "--to", "b", "--compression", "hybrid"])?;
+    let client = scene.record_client(PACE)?;
+    await_service(&client)?;
+    let mut shell = scene.shell()?;
+    let still = shell.run(MAKE_STILL)?;
+    ensure!(still.code == 0, "`{MAKE_STILL}` failed: {still:?}");
+    await_references(scene, REFERENCES, || shell.run(READ_STILL).map(drop))?;
+    Ok((client, shell, last_line(&still.text).to_owned()))
+}
+
+/// The first time from the page cache, as far as it has the file.
+fn same_file(shell: &mut GuestShell, still: &str) -> Result<()> {
+    for line in ["md5sum /data/still", &format!("{READ_STILL}; md5sum /data/still")] {
+        let now = shell.run(line)?.text;
+        ensure!(last_line(&now) == still, "the file was {still:?}, is {now:?}");
+    }
+    Ok(())
+}
+
+/// The backup was one way ahead of its sound primary at the arbiter, and the guest went on with that mirror.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_backup_that_cannot_read_its_mirror_leaves_the_vm_to_its_primary() {
+    let directory = tempfile::tempdir().expect("a directory for the test");
+    let failing = Failing::of("read-disk", directory.path().join("fails"));
+    let mut options = options().calm();
+    options.daemons.insert("b".to_owned(), failing.daemon());
+    play(options, |scene| {
+        let (client, mut shell, still) = with_references(scene)?;
+        failing.begin()?;
+        let reason = found_out(scene, &mut shell)?;
+        ensure!(reason.contains("cannot read block"), "{reason}");
+        failing.end()?;
+        another_mirror_is_right(scene, client, shell, &still)
+    });
+}
+
+/// As above, and the next session believed all of that mirror but what had changed since.
+#[test]
+fn a_backup_whose_mirror_is_wrong_leaves_the_vm_to_its_primary() {
+    play(options().calm(), |scene| {
+        let (client, mut shell, still) = with_references(scene)?;
+        spoil_mirror(scene, &mut shell)?;
+        let reason = found_out(scene, &mut shell)?;
+        ensure!(reason.contains("is not what the primary has"), "{reason}");
+        another_mirror_is_right(scene, client, shell, &still)
+    });
+}
+
+/// Changes a byte of the file's, on host b's mirror alone.
+fn spoil_mirror(scene: &Scene, shell: &mut GuestShell) -> Result<()> {
+    let show = "dd if=/data/still bs=4096 skip=1000 count=1 2> /dev/null | head -c 32 | \
+                busybox hexdump -v -e '1/1 \"%02x\"'";
+    let hex = shell.run(show)?.text;
+    let digits = hex.trim().as_bytes().chunks(2);
+    let sought = digits.map(|pair| Ok(u8::from_str_radix(std::str::from_utf8(pair)?, 16)?));
+    let sought = sought.collect::<Result<Vec<u8>>>()?;
+    ensure!(sought.len() == 32, "the guest says {hex:?}");
+    let mirror = scene.host("b")?.directory().join("state").join(VM).join("disk0.img");
+    let content = std::fs::read(&mirror)?;
+    let mut places =
+        (0..content.len()).step_by(4096).filter(|&at| content[at..].starts_with(&sought));
+    let at = places.next_back().context("the mirror does not have the file")? as u64;
+    let file = File::options().write(true).open(&mirror)?;
+    Ok(file.write_all_at(&[!sought[0]], at)?)
+}
+
+/// Has the guest read its file until a reference meets what is wrong; why host a has no backup any more.
+fn found_out(scene: &Scene, shell: &mut GuestShell) -> Result<String> {
+    wait_for("the backup to find out about its mirror", LIMIT, || {
+        shell.run(READ_STILL)?;
+        Ok((!has_backup(&scene.status("a")?)).then_some(()))
+    })?;
+    await_degraded(scene, "a")
+}
+
+/// The next session copies all, and the guest finds its file on host b.
+fn another_mirror_is_right(
+    scene: &mut Scene,
+    client: RecordClient,
+    mut shell: GuestShell,
+    still: &str,
+) -> Result<()> {
+    await_service(&client)?;
+    let (_, full_because) = protect_again(scene, "a", "b")?;
+    ensure!(full_because.is_some(), "the mirror was believed");
+    scene.host_mut("a")?.kill_everything()?;
+    scene.await_live("b")?;
+    await_service(&client)?;
+    same_file(&mut shell, still)?;
+    prove_survival(scene, client, "b")
 }
 
 fn references(scene: &Scene) -> Result<u64> {

@@ -11,7 +11,7 @@ fn way(scene: &Scene, host: &str) -> Result<String> {
 }
 
 /// Daemons that are told not to have the agent pause.
-fn through_qmp() -> SceneOptions {
+pub fn through_qmp() -> SceneOptions {
     let mut options = options().calm();
     for host in options.hosts.clone() {
         let mut daemon = daemon().calm();

@@ -27,7 +27,7 @@ const FILL: &str =
 
 /// Protects the guest of `from` to `to` again; returns the bytes of the disks that were
 /// copied, and why all of them were, if so.
-fn protect_again(scene: &Scene, from: &str, to: &str) -> Result<(u64, Option<String>)> {
+pub fn protect_again(scene: &Scene, from: &str, to: &str) -> Result<(u64, Option<String>)> {
     scene.protect(from, to)?;
     let status = scene.await_protected(from, |_| ())?;
     let sync = &status["disk_sync"];

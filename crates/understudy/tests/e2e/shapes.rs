@@ -1,19 +1,22 @@
 //! A guest with two of everything.
 
 use crate::deaths::{await_rounds, unharmed};
+use crate::lockstep::console_of;
+use crate::pauses::through_qmp;
 use crate::refusals::says;
+use crate::sick_hosts::Hanging;
 use crate::stage::{
-    Calm, LOAD_PACE, await_service, close, hand_over, options, play, play_protected, prove_disk,
-    refusal, run,
+    Calm, LIMIT, LOAD_PACE, await_service, close, hand_over, options, play, play_protected,
+    prove_disk, prove_survival, refusal, run,
 };
 use anyhow::{Context, Result, ensure};
-use std::fs::File;
+use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use understudy_lab::check::{check_file_system, read_file};
 use understudy_lab::scene::{ECHO_PORT, VM};
-use understudy_lab::{ChatterClient, GuestShell, Load, SceneOptions};
+use understudy_lab::{ChatterClient, GuestShell, Load, SceneOptions, wait_for};
 
 /// QEMU's default for qcow2.
 const CLUSTER_BYTES: u64 = 64 << 10;
@@ -85,6 +88,52 @@ fn what_was_written_to_a_qcow2_disk_and_not_flushed_goes_over() {
         Ok(())
     });
 }
+
+/// The second disk's own host loses it between a write and the pause behind it. QEMU could not write the tables,
+/// said nothing of it, and the backup's guest read zeros where it had been told that it had written.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_pause_through_qmp_that_leaves_a_disks_tables_unwritten_is_no_checkpoint() {
+    let directory = tempfile::tempdir().expect("a directory for the test");
+    let (due, failing) = (Hanging::new(), directory.path().join("fails"));
+    let shape = SceneOptions { disks: 2, second_disk_is_qcow2: true, ..through_qmp() };
+    let mut daemons = shape.daemons.clone();
+    let fails = format!("write-one-disk=return({})", failing.display());
+    let points = [due.action("checkpoint-due"), fails].join(";");
+    daemons.entry("a".to_owned()).or_default().environment.push(("FAILPOINTS".to_owned(), points));
+    play_protected(SceneOptions { daemons, ..shape }, |scene, client| {
+        let mut shell = scene.shell()?;
+        let ready = shell.run(
+            "umount /data2 && dd if=/dev/urandom of=/tmp/noise bs=64k count=64 && \
+             dd if=/tmp/noise of=/dev/vdb bs=64k oflag=direct",
+        )?;
+        ensure!(ready.code == 0, "the guest's second disk is not its own: {ready:?}");
+        shell.start(WRITE_LATER)?;
+        due.begin()?;
+        let said = |word| -> Result<bool> {
+            Ok(String::from_utf8_lossy(&console_of(scene, "a")?).contains(word))
+        };
+        ensure!(!said("WRITTEN")?, "the guest wrote before its checkpoint was held back");
+        wait_for("the guest to write", LIMIT, || Ok(said("WRITTEN")?.then_some(())))?;
+        fs::write(&failing, "1")?;
+        due.end()?;
+        scene.await_live("b")?;
+        fs::remove_file(&failing)?;
+        await_service(&client)?;
+        wait_for("the guest to have written", LIMIT, || {
+            Ok((shell.run("test -e /tmp/all-written")?.code == 0).then_some(()))
+        })?;
+        let noise = sum(&mut shell, "md5sum < /tmp/noise")?;
+        ensure!(sum_of(&mut shell, 400)? == noise, "what was answered as written is not there");
+        prove_survival(scene, client, "b")
+    });
+}
+
+/// Writes to clusters that have none yet, and later, in an epoch of its own, to one that has.
+const WRITE_LATER: &str = "sleep 5; dd if=/tmp/noise of=/dev/vdb bs=64k seek=400 oflag=direct && \
+                           echo WRITTEN > /dev/console; sleep 3; \
+                           dd if=/tmp/noise of=/dev/vdb bs=64k count=1 oflag=direct; \
+                           touch /tmp/all-written";
 
 /// Writes 4 MiB that lie in clusters which have none yet; gives their sum.
 fn write_unflushed(shell: &mut GuestShell, cluster: u32) -> Result<String> {

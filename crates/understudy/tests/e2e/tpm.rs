@@ -1,8 +1,10 @@
 //! A guest's TPM is the same one on whichever host it begins again.
 
 use crate::recover::lose;
-use crate::stage::{Calm, LIMIT, options, play, refusal};
+use crate::sick_disks::Failing;
+use crate::stage::{Calm, LIMIT, await_degraded, options, play, refusal};
 use anyhow::{Context, Result, ensure};
+use serde_json::Value;
 use std::fs;
 use toml::Table;
 use understudy_lab::scene::VM;
@@ -35,21 +37,74 @@ fn state_of(scene: &Scene, host: &str, file: &str) -> Result<Vec<u8>> {
     fs::read(&path).with_context(|| path.display().to_string())
 }
 
+/// Protects the scene's guest with a TPM, from host a to host b.
+fn protected_with_tpm(scene: &mut Scene) -> Result<GuestShell> {
+    let mut table: Table = fs::read_to_string(scene.definition())?.parse()?;
+    table.insert("tpm".into(), "crb".into());
+    for (field, file) in [("kernel", "vmlinuz-devices"), ("initrd", "initrd-devices.gz")] {
+        let path = scene.guest_files().join(file).display().to_string();
+        table.insert(field.into(), path.into());
+    }
+    fs::write(scene.definition(), table.to_string())?;
+    scene.protected_guest("a", "b")?;
+    scene.shell()
+}
+
+/// Defines an index, and waits until host a's file has it.
+fn define(scene: &Scene, shell: &mut GuestShell) -> Result<()> {
+    let before = state_of(scene, "a", "tpm/tpm2-00.permall")?;
+    let defined = tpm_says(shell, DEFINE)?;
+    ensure!(defined == "00000000", "the TPM refuses: {defined}");
+    wait_for("the TPM to write its state", LIMIT, || {
+        Ok((state_of(scene, "a", "tpm/tpm2-00.permall")? != before).then_some(()))
+    })
+}
+
+/// Host b does not know any more what its images lack: it gets others beside them.
+fn forget_sessions(scene: &Scene) -> Result<()> {
+    let path = scene.host("b")?.directory().join("state").join(VM).join("record.json");
+    let mut record: Value = serde_json::from_slice(&fs::read(&path)?)?;
+    record["sessions"] = Value::Array(Vec::new());
+    Ok(fs::write(&path, record.to_string())?)
+}
+
+/// The state of the new session's TPM was there at once: with a backup whose disk failed then the images before had it,
+/// and a guest whose disk is locked with its own TPM was locked out.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn images_keep_their_tpm_until_others_have_their_place() {
+    let directory = tempfile::tempdir().expect("a directory for the test");
+    let failing = Failing::new(directory.path());
+    let mut shape = SceneOptions { booted: false, memory_mib: 256, ..options().calm() };
+    shape.daemons.insert("b".to_owned(), failing.daemon());
+    play(shape, |scene| {
+        let mut shell = protected_with_tpm(scene)?;
+        let mirror = |scene: &Scene| state_of(scene, "b", "tpm.mirror");
+        let mirrored = wait_for("the backup's TPM", LIMIT, || Ok(mirror(scene).ok()))?;
+        scene.host("a")?.call(["unprotect", VM])?;
+        define(scene, &mut shell)?;
+        forget_sessions(scene)?;
+        failing.begin()?;
+        // It may be over before the command has seen that it began.
+        scene.host("a")?.cli(["protect", VM, "--to", "b"])?;
+        let reason = await_degraded(scene, "a")?;
+        ensure!(reason.contains("epoch 1 could not be applied: cannot sync"), "{reason}");
+        ensure!(mirror(scene)? == mirrored, "the former images have a new TPM");
+        failing.end()?;
+        scene.protect("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+        wait_for("the new images' TPM", LIMIT, || Ok((mirror(scene)? != mirrored).then_some(())))?;
+        scene.host("a")?.call(["vm", "stop", VM, "--force"]).map(drop)
+    });
+}
+
 /// The backup's TPM was in memory alone: after the loss of both hosts its mirror began with another one, and a
 /// guest whose disk is locked with its own was locked out.
 #[test]
 fn a_guest_that_begins_on_its_mirror_has_its_tpm() {
     let shape = SceneOptions { booted: false, memory_mib: 256, ..options().calm() };
     play(shape, |scene| {
-        let mut table: Table = fs::read_to_string(scene.definition())?.parse()?;
-        table.insert("tpm".into(), "crb".into());
-        for (field, file) in [("kernel", "vmlinuz-devices"), ("initrd", "initrd-devices.gz")] {
-            let path = scene.guest_files().join(file).display().to_string();
-            table.insert(field.into(), path.into());
-        }
-        fs::write(scene.definition(), table.to_string())?;
-        scene.protected_guest("a", "b")?;
-        let mut shell = scene.shell()?;
+        let mut shell = protected_with_tpm(scene)?;
         ensure!(tpm_says(&mut shell, READ_PUBLIC)? != "00000000", "there is an index already");
         let defined = tpm_says(&mut shell, DEFINE)?;
         ensure!(defined == "00000000", "the TPM refuses: {defined}");

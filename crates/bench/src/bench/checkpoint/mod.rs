@@ -9,6 +9,7 @@ mod account;
 mod calls;
 mod table;
 
+use super::suite::protection::{Stretch, Watch};
 use super::suite::statistics::quantile;
 use super::workloads::{Bed, Door, Scale};
 use super::{on_scene, patient, words};
@@ -24,7 +25,7 @@ use understudy_client::{Client, Exit, Failure, output};
 use understudy_lab::scene::{GuestKind, VM};
 use understudy_lab::{GUEST_ADDRESS, Scene};
 use understudy_protocol::Policy;
-use understudy_report::{CheckpointTiming, ProtectRequest, VmStatus};
+use understudy_report::{CheckpointTiming, ProtectRequest};
 
 /// The first checkpoints of a load are not measured: its memory comes into being.
 const WARM_UP: Duration = Duration::from_secs(2);
@@ -158,16 +159,12 @@ impl<'a> Bench<'a> {
 
     fn round(&self, name: &str, load: impl FnOnce() -> Result<Option<f64>>) -> Result<Round> {
         let count = self.args.calls.then(|| CallCount::begin(&self.processes)).transpose()?;
-        let (before, accounts) = (self.status()?, Account::look(&self.processes)?);
-        let begun = std::time::Instant::now();
+        let (watch, accounts) = (Watch::begin(&self.primary)?, Account::look(&self.processes)?);
         let figure = load()?;
-        let (seconds, after) = (begun.elapsed().as_secs_f64(), self.status()?);
         let done = Account::look(&self.processes)?.since(&accounts);
         let calls = count.map(CallCount::end).transpose()?;
-        let mut timings = self.primary.timings(VM).map_err(words)?;
-        timings.retain(|timing| timing.epoch > before.epoch && timing.epoch <= after.epoch);
-        ensure!(!timings.is_empty(), "no checkpoint in {seconds:.1} s");
-        let checkpoints = after.checkpoints - before.checkpoints;
+        let Stretch { checkpoints, sent, took, timings } = watch.end(&self.primary)?;
+        ensure!(checkpoints > 0 && !timings.is_empty(), "no checkpoint in {took:.1?}");
         let each = |sum: u64| sum as f64 / checkpoints as f64;
         let thread = |((process, name), done): (ThreadName, Done)| Thread {
             process,
@@ -190,10 +187,10 @@ impl<'a> Bench<'a> {
         Ok(Round {
             load: name.to_owned(),
             checkpoints,
-            seconds,
+            seconds: took.as_secs_f64(),
             pages: mean(|timing| timing.pages),
             precopied_pages: mean(|timing| timing.precopied_pages),
-            bytes: each(after.bytes_sent - before.bytes_sent),
+            bytes: each(sent),
             pause_p50_ms: at(0.5, |timing| timing.total_ms),
             pause_p99_ms: at(0.99, |timing| timing.total_ms),
             commit_p50_ms: at(0.5, |timing| timing.replicate_ms),
@@ -201,9 +198,5 @@ impl<'a> Bench<'a> {
             figure,
             threads: done.into_iter().map(thread).collect(),
         })
-    }
-
-    fn status(&self) -> Result<VmStatus> {
-        self.primary.vm_status(VM).map_err(words)
     }
 }

@@ -71,50 +71,90 @@ impl Watch {
 
     /// What the daemon did since. An error if the guest was not protected all the time: the
     /// workload's figure would be of something else.
-    pub fn end(self, primary: &Client) -> Result<ProtectionFigures> {
+    pub fn end(self, primary: &Client) -> Result<Stretch> {
         let (after, took) = (primary.vm_status(VM).map_err(words)?, self.begun.elapsed());
-        let before = self.before;
-        ensure!(follows(&after), "protection was lost: {:?}; {:?}", after.protection, after.events);
-        let checkpoints = after.checkpoints.checked_sub(before.checkpoints);
-        let sent = after.bytes_sent.checked_sub(before.bytes_sent);
-        let (Some(checkpoints), Some(sent)) = (checkpoints, sent) else {
-            bail!("protection began anew in between: {:?}", after.events)
-        };
-        ensure!(
-            checkpoints > 0 || took < SURELY_A_CHECKPOINT,
-            "there was no checkpoint in {took:?}: this was no protection"
-        );
+        let (checkpoints, sent) = between(&self.before, &after, took)?;
         let mut timings = primary.timings(VM).map_err(words)?;
-        timings.retain(|timing| timing.epoch > before.epoch);
-        Ok(figures(checkpoints, sent, took, &timings))
+        timings.retain(|timing| timing.epoch > self.before.epoch && timing.epoch <= after.epoch);
+        Ok(Stretch { checkpoints, sent, took, timings })
     }
 }
 
-fn figures(
-    checkpoints: u64,
-    sent: u64,
-    took: Duration,
-    timings: &[CheckpointTiming],
-) -> ProtectionFigures {
-    let pauses: Vec<f64> = timings.iter().map(|timing| timing.total_ms).collect();
-    ProtectionFigures {
-        replication_mbit_s: sent as f64 * 8.0 / 1e6 / took.as_secs_f64(),
-        checkpoints_per_s: checkpoints as f64 / took.as_secs_f64(),
-        pause_p50_ms: quantile(&pauses, 0.5),
-        pause_p99_ms: quantile(&pauses, 0.99),
+/// What the daemon did while the guest was protected, from one moment to another.
+#[derive(Debug)]
+pub struct Stretch {
+    /// Checkpoints that were committed.
+    pub checkpoints: u64,
+    /// Bytes to the backup.
+    pub sent: u64,
+    /// How long it took.
+    pub took: Duration,
+    /// What is known of those checkpoints, the last ones at least.
+    pub timings: Vec<CheckpointTiming>,
+}
+
+/// Checkpoints, and bytes to the backup, from the one to the other.
+fn between(before: &VmStatus, after: &VmStatus, took: Duration) -> Result<(u64, u64)> {
+    ensure!(follows(after), "protection was lost: {:?}; {:?}", after.protection, after.events);
+    let checkpoints = after.checkpoints.checked_sub(before.checkpoints);
+    let sent = after.bytes_sent.checked_sub(before.bytes_sent);
+    let (Some(checkpoints), Some(sent)) = (checkpoints, sent) else {
+        bail!("protection began anew in between: {:?}", after.events)
+    };
+    ensure!(
+        checkpoints > 0 || took < SURELY_A_CHECKPOINT,
+        "there was no checkpoint in {took:?}: this was no protection"
+    );
+    Ok((checkpoints, sent))
+}
+
+impl Stretch {
+    /// The report's figures.
+    pub fn figures(&self) -> ProtectionFigures {
+        let Stretch { checkpoints, sent, took, timings } = self;
+        let pauses: Vec<f64> = timings.iter().map(|timing| timing.total_ms).collect();
+        ProtectionFigures {
+            replication_mbit_s: *sent as f64 * 8.0 / 1e6 / took.as_secs_f64(),
+            checkpoints_per_s: *checkpoints as f64 / took.as_secs_f64(),
+            pause_p50_ms: quantile(&pauses, 0.5),
+            pause_p99_ms: quantile(&pauses, 0.99),
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use understudy_protocol::literal;
+    use understudy_report::Role;
 
     #[test]
     fn counters_become_rates() {
         let timing = |total_ms| CheckpointTiming { total_ms, ..Default::default() };
         let timings = [timing(1.0), timing(9.0), timing(2.0)];
-        let figures = figures(30, 2_500_000, Duration::from_secs(2), &timings);
+        let (took, timings) = (Duration::from_secs(2), timings.to_vec());
+        let figures = Stretch { checkpoints: 30, sent: 2_500_000, took, timings }.figures();
         assert_eq!((figures.replication_mbit_s, figures.checkpoints_per_s), (10.0, 15.0));
         assert_eq!((figures.pause_p50_ms, figures.pause_p99_ms), (Some(2.0), Some(9.0)));
+    }
+    #[test]
+    fn what_was_not_protected_all_the_time_has_no_figure() {
+        let protected = Protection::Protected { peer: literal("b") };
+        let status = |checkpoints, bytes_sent| VmStatus {
+            protection: protected.clone(),
+            checkpoints,
+            bytes_sent,
+            ..VmStatus::new(&literal("vm"), Role::Primary)
+        };
+        let before = status(100, 5000);
+        let long = SURELY_A_CHECKPOINT;
+        let error = |after| between(&before, &after, long).unwrap_err().to_string();
+        assert_eq!(between(&before, &status(130, 7000), long).unwrap(), (30, 2000));
+        assert_eq!(between(&before, &before, long / 2).unwrap(), (0, 0));
+        assert!(error(before.clone()).contains("no checkpoint"));
+        assert!(error(status(7, 9000)).contains("began anew"));
+        assert!(error(status(700, 9)).contains("began anew"));
+        let lost = VmStatus { protection: Protection::Off, ..status(130, 7000) };
+        assert!(error(lost).contains("lost"));
     }
 }

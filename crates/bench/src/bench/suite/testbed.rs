@@ -186,7 +186,7 @@ impl Testbed {
         protection::begin(&self.primary, VM, &request)?;
         let watch = Watch::begin(&self.primary)?;
         let mut measured = work(&self.bed(), step.subject)?;
-        measured.protection = Some(watch.end(&self.primary)?);
+        measured.protection = Some(watch.end(&self.primary)?.figures());
         protection::end(&self.primary, &self.backup, VM)?;
         Ok(measured)
     }

@@ -32,6 +32,7 @@ mod web;
 
 pub use transfer::MEGABYTES as TRANSFER;
 
+use crate::bench::clock::Clock;
 use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -278,8 +279,10 @@ impl Workload {
     }
 
     /// Runs it once, in a guest that it was prepared in. An error says what went wrong and shows
-    /// what the program printed; the guest may then need to be started anew.
+    /// what the program printed; the guest may then need to be started anew. So is it an error if this
+    /// machine's clock was set meanwhile.
     pub fn run(self, bed: &Bed<'_>, scale: Scale) -> Result<Sample> {
+        let clock = Clock::look()?;
         let sample = match self {
             Workload::Cpu => sysbench::cpu(bed, scale),
             Workload::Memory => sysbench::memory(bed, scale),
@@ -297,7 +300,8 @@ impl Workload {
             Workload::Pgbench32 => postgresql::run(bed, scale, 32),
             Workload::Redis => redis::run(bed, scale),
         };
-        sample.with_context(|| format!("the workload `{}`", self.name()))
+        let sound = |sample| clock.check().map(|()| sample);
+        sample.and_then(sound).with_context(|| format!("the workload `{}`", self.name()))
     }
 
     /// [`run`](Workload::run), with the processor seconds of each side among its figures: those
