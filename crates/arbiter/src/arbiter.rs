@@ -248,13 +248,17 @@ impl Arbiter {
                     self.place
                 ))
             }
-            Ok(found) => LeaseAnswer::Moved(match found.and_then(|found| found.host) {
-                Some(host) if host == self.host => {
-                    "this host has it at a later generation, by another daemon".to_owned()
-                }
-                Some(host) => format!("host {host} was given it while this host was silent"),
-                None => "it was given up while this host was silent".to_owned(),
-            }),
+            Ok(found) => {
+                let to = found.and_then(|found| found.host);
+                let why = match &to {
+                    Some(host) if *host == self.host => {
+                        "this host has it at a later generation, by another daemon".to_owned()
+                    }
+                    Some(host) => format!("host {host} was given it while this host was silent"),
+                    None => "it was given up while this host was silent".to_owned(),
+                };
+                LeaseAnswer::Moved { to, why }
+            }
         }
     }
 

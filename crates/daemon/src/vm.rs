@@ -201,6 +201,12 @@ impl PrimaryVm {
         self.session().map(|session| session.stance()).filter(|stance| !stance.is_alone)
     }
 
+    /// The backup that decides about the VM's output, if one does.
+    pub(crate) fn deciding_peer(&self) -> Option<HostName> {
+        let session = self.session().filter(|session| session.stance().guards_output);
+        session.map(|session| session.peer.clone())
+    }
+
     /// The session's measurements, also after its end.
     pub fn timings(&self) -> Vec<CheckpointTiming> {
         self.session().map_or_else(Vec::new, |session| session.stats.timings())

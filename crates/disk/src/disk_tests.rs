@@ -310,3 +310,25 @@ fn who_reports_of_changes_does_not_wait_for_a_write_that_waits_for_the_link() {
         assert!(heard.expect("an answer while the write waits") > 0);
     });
 }
+
+#[test]
+fn a_proof_that_a_disk_can_be_written_changes_nothing_and_tells_nobody() {
+    let dir = tempfile::tempdir().unwrap();
+    for content in [&b""[..], b"abc", &[7; 10_000]] {
+        let path = image(&dir, content);
+        let disk = Disk::open(DiskIndex(0), &path, MIB).unwrap();
+        let recorder = Arc::new(Recorder::default());
+        disk.set_sink(Some(recorder.clone()));
+        disk.set_read_only(true);
+        let written = || fs::metadata(&path).unwrap().modified().unwrap();
+        let before = written();
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        disk.prove_writable().unwrap();
+        assert_eq!(written() > before, !content.is_empty(), "{} bytes", content.len());
+        assert_eq!(fs::read(&path).unwrap(), content);
+        assert_eq!(recorder.told(), []);
+    }
+    // Nobody writes a medium.
+    let path = image(&dir, b"medium");
+    Disk::open_medium(DiskIndex(0), &path).unwrap().prove_writable().unwrap();
+}

@@ -19,6 +19,8 @@ use std::time::Duration;
 
 /// Permission of everybody to read.
 const OTHERS_READ: u32 = 0o004;
+/// A block of most file systems, and of all devices.
+const PROOF_BYTES: usize = 4096;
 
 static ZEROES: [u8; 64 * 1024] = [0; 64 * 1024];
 
@@ -36,6 +38,7 @@ pub(crate) enum Space {
 pub(crate) struct Image {
     file: Durable,
     is_device: bool,
+    is_shared: bool,
     waits: Waits,
 }
 
@@ -58,7 +61,8 @@ impl Image {
 
     /// Opens an image that nobody writes, which others may read, too.
     pub(crate) fn open_shared(path: &Path) -> Result<Image, DiskError> {
-        Self::open_locked(path, OpenOptions::new().read(true), lock_against_writers)
+        let image = Self::open_locked(path, OpenOptions::new().read(true), lock_against_writers)?;
+        Ok(Image { is_shared: true, ..image })
     }
 
     /// The same of a file that everybody may read. Nothing else is opened: that alone starts a
@@ -70,7 +74,7 @@ impl Image {
         options.read(true).custom_flags(libc::O_NONBLOCK);
         let image = Self::open_locked(path, &options, lock_against_writers)?;
         check_public(path, &image.file.metadata().map_err(DiskError::io("examine", path))?)?;
-        Ok(image)
+        Ok(Image { is_shared: true, ..image })
     }
 
     fn open_with(path: &Path, options: &OpenOptions) -> Result<Image, DiskError> {
@@ -97,7 +101,8 @@ impl Image {
             other => DiskError::Io { action: "lock", path: path.into(), source: other.into() },
         })?;
         let is_device = kind.is_block_device();
-        Ok(Image { file: Durable::new(file), is_device, waits: Waits::default() })
+        let file = Durable::new(file);
+        Ok(Image { file, is_device, is_shared: false, waits: Waits::default() })
     }
 
     /// Present length in bytes.
@@ -157,6 +162,18 @@ impl Image {
         let _wait = self.waits.begin();
         hang_in_a_test("hang-disk");
         self.file.write_all_at(data, offset)
+    }
+
+    /// Writes what is there once more, so that it is found out whether the image takes writes; to
+    /// be called in order with other writes. One that nobody writes takes none.
+    pub(crate) fn write_again(&self) -> io::Result<()> {
+        let mut bytes = [0; PROOF_BYTES];
+        let count = self.len()?.min(PROOF_BYTES as u64) as usize;
+        if self.is_shared || count == 0 {
+            return Ok(());
+        }
+        self.read(0, &mut bytes[..count])?;
+        self.write(0, &bytes[..count])
     }
 
     /// Makes the range read as zeroes.

@@ -9,15 +9,16 @@ use std::time::Duration;
 /// For a first synchronisation.
 const SYNC_LIMIT: Duration = Duration::from_secs(300);
 
-/// Whether a backup follows that could not take over at this moment: its proof is late, on a machine
-/// whose disk stands still for seconds. Nothing of it is lost, and it is a backup again by itself.
+/// Whether a backup follows that could not take over at this moment, or is slow: its proof or an epoch is
+/// late, on a machine whose disk stands still for seconds. Nothing of it is lost, and it is a backup again by itself.
 pub fn is_followed(status: &Value) -> bool {
     status["protection"]["reason"].as_str().is_some_and(tells_of_a_follower)
 }
 
 /// Whether the reason why a VM is not protected is just that ([`is_followed`]).
 pub fn tells_of_a_follower(reason: &str) -> bool {
-    reason.contains("follows, and could not take over now")
+    let lapses = ["could not take over now", "output has waited for it"];
+    lapses.iter().any(|lapse| reason.contains(&format!("follows, and {lapse}")))
 }
 
 impl HostProcess {

@@ -8,6 +8,7 @@
 use crate::link::{Link, Next, Refused};
 use anyhow::{Context, bail};
 use serde::Serialize;
+use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 use std::thread;
@@ -25,6 +26,9 @@ const PRIMARY_PATIENCE: Duration = Duration::from_secs(6);
 
 /// Connections in a row that broke before anything came over them.
 const MOST_FRUITLESS: u32 = 8;
+
+/// Ends of epochs that are noted at a time: as many as there are checkpoints on their way.
+const MOST_ENDS: usize = 2;
 
 /// Between two rounds over the paths that are up.
 const REDIAL_PAUSE: Duration = Duration::from_millis(20);
@@ -73,6 +77,22 @@ struct Delivered {
     /// Over the present one, as far as it was looked at.
     present: u64,
     all: u64,
+    /// Where epochs end, of those that have not wholly arrived over the present one.
+    ends: VecDeque<(Epoch, u64)>,
+    whole: Epoch,
+}
+
+impl Delivered {
+    fn look(&mut self, present: u64) {
+        self.all += present.saturating_sub(self.present);
+        self.present = present;
+        while let Some((epoch, end)) = self.ends.front()
+            && *end <= present
+        {
+            self.whole = self.whole.max(*epoch);
+            self.ends.pop_front();
+        }
+    }
 }
 
 impl Channel {
@@ -102,11 +122,25 @@ impl Channel {
     pub fn delivered(&self) -> u64 {
         let mut state = self.state.lock();
         if let Some(present) = state.link.as_ref().map(Link::delivered) {
-            let delivered = &mut state.delivered;
-            delivered.all += present.saturating_sub(delivered.present);
-            delivered.present = present;
+            state.delivered.look(present);
         }
         state.delivered.all
+    }
+
+    /// The last epoch of which all has arrived there, of those that it is known of.
+    pub fn whole(&self) -> Epoch {
+        self.state.lock().delivered.whole
+    }
+
+    /// What was sent so far has the end of an epoch. Of many that are on their way the first are noted: of
+    /// the others it is known once later ones have arrived.
+    pub fn note_end(&self, epoch: Epoch) {
+        let mut state = self.state.lock();
+        if state.delivered.ends.len() < MOST_ENDS
+            && let Some(end) = state.link.as_ref().and_then(Link::sent)
+        {
+            state.delivered.ends.push_back((epoch, end));
+        }
     }
 
     /// How often it went on over another connection.
@@ -328,6 +362,7 @@ impl Channel {
         state.sent.confirm(peers_count)?;
         state.renewals += 1;
         state.delivered.present = 0;
+        state.delivered.ends.clear();
         if let Some(old) = state.link.replace(link) {
             old.close();
         }

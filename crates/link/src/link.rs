@@ -150,6 +150,11 @@ impl Link {
         delivered::delivered(&self.0.socket).unwrap_or_default()
     }
 
+    /// Where what was sent so far ends, as [`Link::delivered`] counts; none where it is not known.
+    pub fn sent(&self) -> Option<u64> {
+        delivered::sent(&self.0.socket)
+    }
+
     /// Ends the connection in both directions; wakes whoever reads or writes.
     pub fn close(&self) {
         self.0.close();

@@ -311,6 +311,8 @@ impl Backup {
             }
             BackupPhase::HandingBack(reason) => match verdict {
                 Verdict::Unreachable(_) => self.retry_at = Some(now + ARBITER_RETRY),
+                // The grant itself, which was asked for before that: it is not handed back by it.
+                Verdict::Granted(generation) if generation == self.generation => {}
                 _ => {
                     let reason = format!("{reason}; handed back");
                     self.discard(reason, actions);
@@ -372,8 +374,15 @@ impl Backup {
     }
 
     /// A copy that is started soon is worth more than one that stands still; one whose host hangs
-    /// is not.
+    /// is not. The former primary asks whoever the arbiter has given the VM: this host, which need not
+    /// have heard of it.
     fn awaited(&mut self, now: Time, actions: &mut Vec<BackupAction>) {
+        let contests = matches!(self.phase, BackupPhase::Contesting(_));
+        if contests && self.unfit && !planted!(KeepUnheardGrant) {
+            self.generation = self.generation.next();
+            let reason = "it was granted, unheard, and could not be started then".to_owned();
+            return self.hand_back(reason, actions);
+        }
         let late = now - self.won > START_PATIENCE && !self.starts;
         if self.phase == BackupPhase::Live && late {
             let reason = format!("it was not started within {} s", START_PATIENCE.as_secs());

@@ -166,6 +166,32 @@ fn a_winner_that_hangs_hands_the_vm_back_to_whoever_keeps_it() {
     assert_eq!(actions, []);
 }
 
+/// Before, nobody had the VM: its former primary had lost it, and kept it for a host that did not know.
+#[test]
+fn a_grant_that_was_not_heard_of_is_returned_by_a_copy_that_cannot_be_started() {
+    let mut backup = Backup::new(Generation(1), Duration::from_millis(100), at(0));
+    let mut actions = Vec::new();
+    backup.handle(at(1), BackupEvent::Staged(Epoch(1)), &mut actions);
+    backup.handle(at(2), BackupEvent::TakeOver, &mut actions);
+    let silence = Verdict::Unreachable("no answer".into());
+    backup.handle(at(3), BackupEvent::Verdict(silence), &mut actions);
+    actions.clear();
+    let mut fit = backup.clone();
+    fit.handle(at(4), BackupEvent::Awaited, &mut actions);
+    assert_eq!(actions, [], "it asks again, and goes on");
+    backup.handle(at(4), BackupEvent::Fitness(Some("its disk hangs".into())), &mut actions);
+    backup.handle(at(5), BackupEvent::Awaited, &mut actions);
+    assert_eq!(actions, [BackupAction::HandBack(Generation(2))]);
+    actions.clear();
+    let granted = |generation| BackupEvent::Verdict(Verdict::Granted(Generation(generation)));
+    backup.handle(at(6), granted(2), &mut actions);
+    assert!(matches!(backup.phase(), BackupPhase::HandingBack(_)), "that is the grant itself");
+    backup.handle(at(7), BackupEvent::Awaited, &mut actions);
+    assert_eq!(actions, []);
+    backup.handle(at(8), granted(3), &mut actions);
+    assert_eq!(*backup.phase(), BackupPhase::Discarded);
+}
+
 #[test]
 fn a_copy_that_could_not_be_started_does_not_ask_before_it_could() {
     let mut backup = Backup::new(Generation(1), Duration::from_millis(100), at(0));

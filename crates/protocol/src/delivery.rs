@@ -2,11 +2,11 @@
 //!
 //! A backup may live and be of no use: its process swaps or hangs, or the way to it carries
 //! heartbeats and nothing larger. Heartbeats do not tell, and output waits meanwhile. So the oldest
-//! epoch that is not acknowledged has a deadline, which begins anew only when something moves:
-//! bytes that arrive at the backup's host, or the backup's own work on what it has. A large epoch
+//! epoch that is not acknowledged has a deadline, which begins anew only when something of it moves:
+//! bytes that arrive at the backup's host, until all of it has; or the backup's own work. A large epoch
 //! on a slow link is no failure; silence is one, and so is what moves for ever.
 
-use crate::Time;
+use crate::{Epoch, Time};
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -28,8 +28,21 @@ const FIRST_BOUNDS: u32 = 10;
 pub struct Headway {
     /// Bytes that have arrived at its host, of whatever.
     pub bytes: u64,
+    /// The last epoch of which all has arrived there, as far as that is known.
+    pub whole: Epoch,
     /// How far it has come with what it has: a count of its own, which only grows.
     pub done: u64,
+}
+
+impl Headway {
+    /// That of two whose epochs are wholly there when both have them.
+    pub fn beside(self, other: Headway) -> Headway {
+        Headway {
+            bytes: self.bytes + other.bytes,
+            whole: self.whole.min(other.whole),
+            done: self.done + other.done,
+        }
+    }
 }
 
 /// An epoch that is past its deadline.
@@ -72,10 +85,12 @@ impl Delivery {
         self.begun = true;
     }
 
-    /// So much has got there.
-    pub fn headway(&mut self, now: Time, headway: Headway) {
+    /// So much has got there, while `oldest` is the oldest epoch that is not acknowledged. Once all of
+    /// that is there no more bytes tell of it: they are of later ones.
+    pub fn headway(&mut self, now: Time, headway: Headway, oldest: Epoch) {
         let bytes = headway.bytes.saturating_sub(self.headway.bytes);
-        let moved = bytes >= LEAST_BYTES || headway.done > self.headway.done;
+        let travels = headway.whole < oldest || planted!(LaterBytesCount);
+        let moved = (travels && bytes >= LEAST_BYTES) || headway.done > self.headway.done;
         if moved || planted!(EveryLookIsHeadway) {
             self.headway = headway;
             self.moved = now;
@@ -102,6 +117,12 @@ impl Delivery {
         (now - oldest.max(self.moved) > self.patience() / 2).then_some(oldest)
     }
 
+    /// How long the oldest epoch has been on its way, if that is longer than the bound, whatever moves.
+    pub fn overdue(&self, now: Time) -> Option<Duration> {
+        let age = now - *self.captured.front()?;
+        (self.begun && age > self.bound).then_some(age)
+    }
+
     /// When the oldest epoch will be past its deadline, if nothing moves.
     pub fn deadline(&self) -> Option<Time> {
         let oldest = *self.captured.front()?;
@@ -123,8 +144,11 @@ mod tests {
     }
 
     fn bytes(bytes: u64) -> Headway {
-        Headway { bytes, done: 0 }
+        Headway { bytes, ..Headway::default() }
     }
+
+    /// Behind the first one.
+    const OLDEST: Epoch = Epoch(2);
 
     /// Beyond the first epoch, with nothing on its way.
     fn begun() -> Delivery {
@@ -166,10 +190,12 @@ mod tests {
         let mut delivery = begun();
         delivery.captured(at(0));
         for second in 1..=20 {
-            delivery.headway(at(second * 900), bytes(second * LEAST_BYTES));
+            delivery.headway(at(second * 900), bytes(second * LEAST_BYTES), OLDEST);
             assert_eq!(delivery.late(at(second * 900 + 950)), None);
         }
         assert!(delivery.late(at(19_001)).is_some(), "it has stopped");
+        assert_eq!(delivery.overdue(at(1_000)), None);
+        assert_eq!(delivery.overdue(at(1_001)), Some(Duration::from_millis(1_001)));
     }
 
     #[test]
@@ -177,11 +203,11 @@ mod tests {
         let mut delivery = begun();
         delivery.captured(at(0));
         for tenth in 1..=10 {
-            delivery.headway(at(tenth * 100), bytes(tenth * 1_000));
+            delivery.headway(at(tenth * 100), bytes(tenth * 1_000), OLDEST);
         }
         assert!(delivery.late(at(1_001)).is_some());
         for second in 1..=30 {
-            delivery.headway(at(second * 1_000), bytes(second << 20));
+            delivery.headway(at(second * 1_000), bytes(second << 20), OLDEST);
             assert_eq!(delivery.late(at(second * 1_000)), None);
         }
         let late = delivery.late(at(30_001)).unwrap();
@@ -192,10 +218,38 @@ mod tests {
     fn a_backup_that_works_is_waited_for() {
         let mut delivery = begun();
         delivery.captured(at(0));
-        delivery.headway(at(800), Headway { bytes: 0, done: 1 });
+        delivery.headway(at(800), Headway { done: 1, ..Headway::default() }, OLDEST);
         assert_eq!(delivery.late(at(1_800)), None);
-        delivery.headway(at(1_801), Headway { bytes: 0, done: 1 });
+        delivery.headway(at(1_801), Headway { done: 1, ..Headway::default() }, OLDEST);
         assert!(delivery.late(at(1_801)).is_some(), "it says the same again");
+    }
+
+    /// Before, whatever a guest wrote behind its epoch was taken for headway of that, for 30 s.
+    #[test]
+    fn bytes_behind_an_epoch_that_is_there_say_nothing_of_it() {
+        let mut delivery = begun();
+        delivery.captured(at(0));
+        delivery.captured(at(100));
+        for tenth in 1..=20 {
+            let whole = if tenth >= 5 { OLDEST } else { Epoch(1) };
+            let headway = Headway { bytes: tenth << 20, whole, done: 0 };
+            delivery.headway(at(tenth * 100), headway, OLDEST);
+        }
+        assert_eq!(delivery.late(at(1_400)), None);
+        let late = delivery.late(at(1_401)).unwrap();
+        assert_eq!((late.age.as_millis(), late.quiet.as_millis()), (1_401, 1_001));
+        // The next one is on its way.
+        delivery.acknowledged(1);
+        let headway = Headway { bytes: 21 << 20, whole: OLDEST, done: 0 };
+        delivery.headway(at(1_500), headway, OLDEST.next());
+        assert_eq!(delivery.late(at(2_500)), None);
+    }
+
+    #[test]
+    fn an_epoch_of_two_is_there_when_both_have_theirs() {
+        let one = Headway { bytes: 5, whole: Epoch(7), done: 1 };
+        let other = Headway { bytes: 6, whole: Epoch(4), done: 2 };
+        assert_eq!(one.beside(other), Headway { bytes: 11, whole: Epoch(4), done: 3 });
     }
 
     #[test]

@@ -10,7 +10,7 @@ mod watch;
 
 pub use watch::{LeaseSight, LeaseWatch, Renewal};
 
-use crate::Time;
+use crate::{HostName, Time};
 use std::time::Duration;
 
 /// Renewals within a lease's length, so that a few may fail.
@@ -59,8 +59,13 @@ pub enum LeaseErrand {
 pub enum LeaseAnswer {
     /// It is done, and the VM was this host's after it.
     Own,
-    /// The VM is not this host's any more, for this reason.
-    Moved(String),
+    /// The VM is not this host's any more, for this reason, but that one's, if it is anybody's.
+    Moved {
+        /// Whose it is.
+        to: Option<HostName>,
+        /// Why.
+        why: String,
+    },
     /// No answer: nothing may be concluded.
     Unreachable(String),
 }
@@ -70,8 +75,22 @@ impl LeaseAnswer {
     /// the VM moved is perhaps this host's own doing, and the contest tells.
     pub fn beside_contest(self, contest: bool) -> LeaseAnswer {
         match self {
-            LeaseAnswer::Moved(_) if contest && !planted!(LeaseBesideContest) => {
+            LeaseAnswer::Moved { .. } if contest && !planted!(LeaseBesideContest) => {
                 LeaseAnswer::Unreachable("this host asks for the VM itself".to_owned())
+            }
+            answer => answer,
+        }
+    }
+
+    /// The same beside a session that decides about the output, between these hosts: the backup may have
+    /// won the VM, and not run it, or handed it back. The session finds out, and keeps the guest until
+    /// it has.
+    pub fn beside_session(self, hosts: &[HostName]) -> LeaseAnswer {
+        match self {
+            LeaseAnswer::Moved { to: Some(to), .. }
+                if hosts.contains(&to) && !planted!(LeaseBesideSession) =>
+            {
+                LeaseAnswer::Unreachable(format!("host {to} has it, and may not run it"))
             }
             answer => answer,
         }
@@ -200,7 +219,7 @@ impl Lease {
             return Vec::new();
         }
         match answer {
-            LeaseAnswer::Moved(why) if !planted!(MovedIsOwn) => {
+            LeaseAnswer::Moved { why, .. } if !planted!(MovedIsOwn) => {
                 self.phase = Phase::Lost;
                 vec![LeaseAction::Limit(Some(Time::default())), LeaseAction::Halt(why)]
             }
@@ -223,7 +242,9 @@ impl Lease {
                 actions
             }
             LeaseAnswer::Own if planted!(LeaseFromAnswer) => self.renewed(now + self.length, asked),
-            LeaseAnswer::Own | LeaseAnswer::Moved(_) => self.renewed(asked + self.length, asked),
+            LeaseAnswer::Own | LeaseAnswer::Moved { .. } => {
+                self.renewed(asked + self.length, asked)
+            }
         }
     }
 

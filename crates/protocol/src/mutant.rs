@@ -30,6 +30,8 @@ mutants! {
     ReleaseAfterStall,
     /// The primary takes each look at its epochs for a sign that they move.
     EveryLookIsHeadway,
+    /// Bytes of later epochs count as headway of one that is wholly there.
+    LaterBytesCount,
     /// A primary whose guest cannot be saved contests the VM.
     ContestWhenSick,
     /// A primary takes the silence of the arbiter for a grant.
@@ -62,6 +64,8 @@ mutants! {
     KeepTheGrant,
     /// A grant that comes to a backup which has given up is kept.
     KeepLateGrant,
+    /// A backup that could not start the VM keeps a grant that it has not heard of.
+    KeepUnheardGrant,
     /// A winner may start what it has handed back.
     StartWhatWasReturned,
     /// A backup that waits lets go of the VM by whoever ran it, whenever that was.
@@ -86,6 +90,8 @@ mutants! {
     NothingHangs,
     /// A backup's word that it could take over counts for ever.
     TrustOldWord,
+    /// A VM is called protected however long its output waits.
+    CallSlowProtected,
     /// A sick guest is left to a backup that could not go on with it.
     GiveToTheUnfit,
     /// What a winner says counts before the arbiter has said whose the VM is.
@@ -102,6 +108,8 @@ mutants! {
     LeaseWithoutEnd,
     /// A lease is lost to a contest that this host itself has won.
     LeaseBesideContest,
+    /// A lease is lost to a backup that has won the VM, and runs nothing yet.
+    LeaseBesideSession,
     /// A sole owner does not heed that the VM is another's.
     MovedIsOwn,
     /// A sole owner whose lease ran out stands still even when it is renewed.

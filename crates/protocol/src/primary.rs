@@ -151,6 +151,12 @@ impl Primary {
         self.running.0 - 1 - self.committed.0
     }
 
+    /// How long held output has waited for an epoch on its way, if that is longer than an epoch may take
+    /// on which nothing moves: something of this one does.
+    pub fn overdue(&self, now: Time) -> Option<Duration> {
+        self.delivery.overdue(now).filter(|_| self.holds_output())
+    }
+
     /// Whether another checkpoint may be captured now.
     pub fn may_capture(&self) -> bool {
         let captures = matches!(
@@ -217,7 +223,9 @@ impl Primary {
             PrimaryEvent::Captured => self.captured(now),
             PrimaryEvent::Acknowledged(epoch) => self.acknowledged(now, epoch, actions),
             PrimaryEvent::Heard => self.detector.heard(now),
-            PrimaryEvent::Headway(headway) => self.delivery.headway(now, headway),
+            PrimaryEvent::Headway(headway) => {
+                self.delivery.headway(now, headway, self.committed.next());
+            }
             PrimaryEvent::PeerGone(reason) => self.peer_lost(reason, actions),
             PrimaryEvent::Tick => self.tick(now, actions),
             PrimaryEvent::Verdict(verdict) => self.verdict(now, verdict, actions),

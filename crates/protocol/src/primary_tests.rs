@@ -165,7 +165,7 @@ fn a_backup_that_is_heard_and_acknowledges_nothing_is_given_up() {
     handle(&mut primary, 1, PrimaryEvent::Captured);
     handle(&mut primary, 2, PrimaryEvent::Acknowledged(Epoch(1)));
     handle(&mut primary, 3, PrimaryEvent::Captured);
-    let moved = PrimaryEvent::Headway(Headway { bytes: 1 << 20, done: 0 });
+    let moved = PrimaryEvent::Headway(Headway { bytes: 1 << 20, ..Headway::default() });
     for beat in 1..=75 {
         assert_eq!(handle(&mut primary, beat * 20, PrimaryEvent::Heard), []);
         if beat == 25 {

@@ -6,8 +6,9 @@
 //! again on these images when everything else is gone.
 //!
 //! A backup that takes over has no time for that: its record says `mirror`, and beside it
-//! lies an [`Activation`], one sector made ready before, which takes one write to the
-//! disk. It counts as if the record said `active`, if it is of the same session.
+//! lies an [`Activation`], a sector made ready before, which takes one write to the
+//! disk; a second one is there to find out, again and again, whether that could be done. It counts as if the
+//! record said `active`, if it is of the same session.
 
 mod reserved;
 
@@ -193,6 +194,16 @@ impl Records {
         Ok(Some(record))
     }
 
+    /// Finds out whether an activation of a VM's mirror that was made ready could be written. Nothing is
+    /// allocated for that, so that it waits for nobody else's writes.
+    ///
+    /// # Errors
+    /// Why it could not.
+    pub fn prove_activation(&self, vm: &VmName) -> io::Result<()> {
+        let path = self.path(vm).with_file_name(ACTIVATION);
+        Activation::prove(&path).map_err(|error| explain("write", &path, error))
+    }
+
     /// Forgets what this host's images of a VM are.
     pub fn forget(&self, vm: &VmName) -> io::Result<()> {
         let _changing = self.changing.lock();
@@ -258,11 +269,22 @@ struct Activated {
 impl Activation {
     fn prepare(path: &Path, session: &str) -> io::Result<Activation> {
         let file = File::create(path)?;
-        // Written, not left as a hole: later, nothing but this sector has to be synced.
-        file.write_all_at(&[0; SECTOR_BYTES], 0)?;
+        // Written, not left as a hole: later, nothing but a sector has to be synced.
+        file.write_all_at(&[0; 2 * SECTOR_BYTES], 0)?;
         file.sync_all()?;
         File::open(parent(path))?.sync_all()?;
         Ok(Activation { file, session: session.to_owned() })
+    }
+
+    /// Writes the sector behind the record once more, if there is a file: what is in the first one stays,
+    /// whoever writes that meanwhile.
+    fn prove(path: &Path) -> io::Result<()> {
+        let file = match File::options().write(true).open(path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+            file => file?,
+        };
+        file.write_all_at(&[0; SECTOR_BYTES], SECTOR_BYTES as u64)?;
+        file.sync_data()
     }
 
     /// The guest runs on the mirror at `generation` from now on; on return that is on

@@ -259,8 +259,8 @@ pub struct VmStatus {
     pub group: Option<GroupName>,
     /// How far protection has come.
     pub protection: Protection,
-    /// Why the backup, which follows, could not take over at the moment, if that alone is wrong: the VM is protected
-    /// again as soon as it could.
+    /// Why the backup, which follows, could not take over at the moment, or that output waits too long for it, if that
+    /// alone is wrong: the VM is protected again as soon as that ends.
     #[serde(default)]
     pub lapse: Option<String>,
     /// Whether it is copied anew after its protection was lost: until that has ended one more failure ends it.

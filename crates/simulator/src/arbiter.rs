@@ -121,6 +121,12 @@ impl World {
         question.ticket
     }
 
+    /// Whether who asked has nothing of the VM any more.
+    fn is_gone(&mut self, question: &Question) -> bool {
+        let host = &mut self.hosts[question.host.0];
+        host.session(question.session).is_none() && host.standby(question.session).is_none()
+    }
+
     pub(crate) fn question_arrives(&mut self, question: Question) {
         if !self.arbiter.reachable(question.host) {
             return;
@@ -130,6 +136,9 @@ impl World {
             Some(to) => self.arbiter.hand_back(question.host, to, question.from),
         };
         self.note_world(|| format!("arbiter: {} asks, {verdict:?}", question.host));
+        if matches!(verdict, Verdict::Granted(_)) && self.is_gone(&question) {
+            self.excuse("the guest that it is granted for has died since it was asked for");
+        }
         if self.random.percent(self.schedule.lost_answers) {
             if matches!(verdict, Verdict::Granted(_)) && question.to.is_none() {
                 self.coverage.grant_unheard += 1;

@@ -62,6 +62,8 @@ pub struct Standby {
     told: Option<Time>,
     /// When it was given the VM.
     won: Option<Time>,
+    /// Its disk did not take what was written.
+    pub(crate) lost_writes: bool,
     /// Its guest could not be started.
     pub(crate) never_started: bool,
     next_beat: Time,
@@ -122,6 +124,7 @@ impl World {
             progress: 0,
             told: None,
             won: None,
+            lost_writes: false,
             never_started: false,
             next_beat: self.now,
             broken: false,
@@ -244,6 +247,7 @@ impl World {
                 self.send(host, data, Message::new(Kind::MayTakeOver, Epoch(0), words));
             }
             Effect::EndLog => standby.log.ended = true,
+            Effect::Leave(None) => self.excuse("the operator ended protection"),
             // Nothing of it is here: inbound frames, and what is for people.
             Effect::Suspect | Effect::Leave(_) | Effect::NoteObstacle(_) => {}
         }
@@ -329,6 +333,9 @@ impl World {
     pub(crate) fn prove(&mut self, host: HostId, id: SessionId) {
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         let follows = matches!(standby.core.phase(), BackupPhase::Syncing | BackupPhase::Standing);
+        if *standby.core.phase() == BackupPhase::Standing && self.hosts[host.0].disk_fails > 0 {
+            return self.cannot_write(host, id);
+        }
         if follows {
             let proof = match self.arbiter.reachable(host) {
                 true => Ok(()),
@@ -337,6 +344,16 @@ impl World {
             self.backup_event(host, id, BackupEvent::Proven(proof));
         }
         self.after(PROOFS, Event::Prove(host, id));
+    }
+
+    /// Its disk is written to prove that it can be, while the guest writes nothing.
+    fn cannot_write(&mut self, host: HostId, id: SessionId) {
+        self.a_write_fails(host);
+        if let Some(standby) = self.hosts[host.0].standby(id) {
+            standby.lost_writes = true;
+        }
+        self.excuse("the backup's disk fails");
+        self.cannot_run(host, id, BackupEvent::CannotServe("its disk fails".to_owned()));
     }
 
     /// Now and then a backup that waits for the arbiter asks another host which generation it ran.

@@ -198,6 +198,7 @@ impl World {
         let (epoch, age) = (capture.epoch, now - session.paused);
         let (data, end) = (session.data, EpochEnd { epoch, sums: digest.sums(), age });
         self.send(host, data, Message::new(Kind::EpochEnd, epoch, end.encode()));
+        self.note_end(host, id, epoch);
         self.moment(Moment::EndSent);
         self.consider_checkpoint(host, id);
     }

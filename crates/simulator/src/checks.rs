@@ -78,7 +78,7 @@ impl World {
     }
 
     /// Whether a standby has won the VM, or still can.
-    fn is_entitled(&self, host: HostId, standby: &Standby) -> bool {
+    pub(crate) fn is_entitled(&self, host: HostId, standby: &Standby) -> bool {
         let arbiter = &self.arbiter;
         let own = standby.core.generation();
         match standby.core.phase() {

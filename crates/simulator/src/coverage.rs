@@ -101,10 +101,16 @@ coverage! {
     data_stalls,
     /// A backup that was heard, and acknowledged nothing, was given up.
     backups_useless,
+    /// Something failed for good.
+    lasting_faults,
+    /// A look at a VM whose output waited for longer than an epoch may take on which nothing moves.
+    slow_epochs,
     /// Hosts that lost their power.
     power_losses,
     /// All hosts had lost their power.
     all_powerless,
+    /// Nobody could go on with the VM any more.
+    losses,
     /// The VM was brought up again from the image named valid.
     recoveries,
     /// The image named valid had been a mirror.

@@ -50,8 +50,9 @@ impl World {
                     standby.parts.pop_front();
                     standby.progress = 0;
                 }
-                self.hosts[host.0].disk_fails -= 1;
-                self.coverage.failed_writes += 1;
+                standby.lost_writes = true;
+                self.a_write_fails(host);
+                self.excuse("the backup's disk fails");
                 Err("its disk fails".to_owned())
             }
             Errand::Apply(epoch) => return self.apply_next(host, id, *epoch).then_some(Ok(())),
@@ -65,6 +66,9 @@ impl World {
                 Ok(())
             }
             Errand::Activate(generation) => {
+                if broken {
+                    self.excuse("a QEMU that was to run it has died");
+                }
                 self.activate(host, id, *generation);
                 Ok(())
             }
@@ -84,6 +88,13 @@ impl World {
             Errand::Open | Errand::Halt | Errand::Forget | Errand::End(_) => Ok(()),
         };
         Some(result)
+    }
+
+    /// The disk fails what is written to it.
+    pub(crate) fn a_write_fails(&mut self, host: HostId) {
+        let left = &mut self.hosts[host.0].disk_fails;
+        *left = if self.lost.failed_disk() == Some(host) { u32::MAX } else { *left - 1 };
+        self.coverage.failed_writes += 1;
     }
 
     /// Applies one message of the epoch in front; whether that was the last.

@@ -35,6 +35,7 @@ impl World {
         }
         self.note_world(|| format!("FAULT {fault:?}"));
         self.coverage.faults += 1;
+        self.excuse(format!("{fault:?}"));
         self.must_survive = self.schedule.faults.len() == 1
             && fault.is_survivable()
             && self.hosts.iter().any(|host| self.is_well_protected(&host.role));
@@ -80,10 +81,11 @@ impl World {
                 w.coverage.stalls += 1;
             }),
             Fault::HungDisk(span) => self.on(Target::Backup, |w, host| {
-                if w.hosts[host.0].disk_hangs_until <= w.now {
+                let hangs_until = w.hosts[host.0].disk_hangs_until;
+                if hangs_until <= w.now {
                     w.hosts[host.0].disk_hangs_from = w.now;
                 }
-                w.hosts[host.0].disk_hangs_until = w.now + span;
+                w.hosts[host.0].disk_hangs_until = hangs_until.max(w.now + span);
                 w.coverage.hung_disks += 1;
             }),
             Fault::HungRecord(span) => self.on(Target::Backup, |w, host| {
@@ -91,7 +93,7 @@ impl World {
                 w.coverage.hung_records += 1;
             }),
             Fault::FailingDisk(times) => self.on(Target::Backup, |w, host| {
-                w.hosts[host.0].disk_fails = times;
+                w.hosts[host.0].disk_fails = times.max(w.hosts[host.0].disk_fails);
             }),
             Fault::Divergence => self.on(Target::Backup, World::diverge),
             Fault::DataStall(unread, span) => {
@@ -104,9 +106,14 @@ impl World {
                 self.network.extra_delay += delay;
                 self.after(span, Event::DelayEnds(delay));
             }
+            Fault::SlowData(spacing, span) => {
+                self.network.spacing = spacing;
+                self.after(span, Event::DataQuickens);
+            }
             Fault::Damage => self.network.damage = true,
             Fault::Failover => self.ask_hand_over(),
             Fault::Unprotect => self.unprotect(),
+            Fault::Lasts(what) => self.lasts(what),
             Fault::Force(stalls, span) => {
                 self.unprotect();
                 let soon = self.lease_random.millis(50, 300);
@@ -260,7 +267,7 @@ impl World {
         }
     }
 
-    /// Nothing fails any more, and the operator wants protection. A host that is asleep wakes up, and a disk
+    /// Nothing fails any more but what stays, and the operator wants protection. A host that is asleep wakes up, and a disk
     /// that hangs answers, in its own time.
     pub(crate) fn calm(&mut self) {
         self.note_world(|| "CALM: nothing fails from here on".to_owned());
@@ -269,6 +276,7 @@ impl World {
         self.arbiter.cut_off = self.schedule.without_arbiter.map(HostId).into_iter().collect();
         self.schedule.lost_answers = 0;
         self.network.extra_delay = Duration::ZERO;
+        self.network.spacing = Duration::ZERO;
         self.network.damage = false;
         self.heal_all();
         self.let_data_flow(None);
@@ -280,6 +288,7 @@ impl World {
             self.guest_recovers(id);
             self.hosts[id.0].disk_fails = 0;
         }
+        self.persist();
         self.want_protection();
     }
 }

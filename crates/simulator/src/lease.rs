@@ -87,6 +87,9 @@ impl World {
     fn lose(&mut self, host: HostId, why: &str) {
         self.note(host, || format!("loses the VM: {why}"));
         self.coverage.sole_owners_halted += 1;
+        if self.forced_in_vain == Some(self.arbiter.generation) {
+            self.excuse("it was forced onto another host, which found that its owner lives");
+        }
         let Some(running) = self.hosts[host.0].running() else { return };
         let generation = running.generation;
         if let Some(id) = running.session.as_ref().map(|session| session.id) {
@@ -133,7 +136,10 @@ impl World {
         let answer = match self.arbiter.reachable(tending.host) {
             false => LeaseAnswer::Unreachable("no answer".to_owned()),
             true if own == (tending.host, tending.generation) => LeaseAnswer::Own,
-            true => LeaseAnswer::Moved(format!("{} has it", own.0)),
+            true => {
+                let (to, why) = (Some(own.0.name()), format!("{} has it", own.0));
+                LeaseAnswer::Moved { to, why }
+            }
         };
         let travel = self.lease_random.micros(200, 3_000);
         self.after(travel, Event::LeaseAnswered(tending, answer));
@@ -145,9 +151,13 @@ impl World {
         if running.copy != tending.copy {
             return;
         }
-        let contests = running.session.as_ref().is_some_and(|session| session.core.contests());
+        let session = running.session.as_ref();
+        let contests = session.is_some_and(|session| session.core.contests());
         let contest = contests || running.generation != tending.generation;
         let answer = answer.beside_contest(contest);
+        let guarding = session.filter(|session| session.core.guards_output());
+        let hosts = guarding.map(|session| [host.name(), session.peer.name()]);
+        let answer = answer.beside_session(hosts.as_ref().map_or(&[], |hosts| hosts));
         let actions = running.lease.answered(now, tending.asked, answer);
         self.lease_acts(host, actions);
     }
@@ -171,9 +181,10 @@ impl World {
     }
 
     fn has_whole_image(&self, host: HostId) -> bool {
+        let sound = !self.has_lost_its_disk(host);
         let host = &self.hosts[host.0];
         let whole = host.image.record.is_some_and(|(role, _)| role != ImageRole::Syncing);
-        whole && matches!(host.role, Role::Idle | Role::Fenced)
+        whole && sound && matches!(host.role, Role::Idle | Role::Fenced)
     }
 
     fn may_force(&self, host: HostId) -> bool {
@@ -211,6 +222,8 @@ impl World {
         let unchanged = self.arbiter.renewals.get(&forcing.generation) == forcing.last.as_ref();
         self.note(host, || format!("is given the VM by force: {unchanged}"));
         if !unchanged {
+            // Its operator is told to ask again; its owner, which lives, reads that it has lost it.
+            self.forced_in_vain = Some(generation);
             return;
         }
         self.coverage.forced += 1;

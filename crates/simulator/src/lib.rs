@@ -10,11 +10,11 @@
 //! |---|---|
 //! | [`schedule`] | a seed becomes a list of faults |
 //! | [`world`], [`queue`], [`settle`] | virtual time and events; what must hold in the end |
-//! | [`faults`], [`operator`] | what fails; what operators and hosts do about it |
+//! | [`faults`], [`lasting`], [`operator`] | what fails; what operators and hosts do about it |
 //! | [`primary`], [`capture`], [`backup`], [`errands`], [`repair`] | the drivers: what the daemon does around the core |
 //! | [`messages`] | what arrives finds the part that it is for |
 //! | [`network`], [`arbiter`], [`host`], [`guest`], [`running`] | the parts of the world |
-//! | [`oracle`], [`checks`], [`records`] | the truth, and the invariants against it |
+//! | [`oracle`], [`checks`], [`records`], [`loss`] | the truth, and the invariants against it |
 //! | [`mutant`] | planted bugs, which the checks must find |
 //! | [`coverage`], [`trace`] | what was reached, and the story of one seed |
 
@@ -28,8 +28,10 @@ mod faults;
 mod guest;
 mod hand_back;
 mod host;
+mod lasting;
 mod lease;
 mod lockstep;
+mod loss;
 mod messages;
 mod mutant;
 mod network;

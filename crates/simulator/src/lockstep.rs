@@ -81,6 +81,13 @@ pub(crate) struct Following {
     pub ended: bool,
 }
 
+impl Following {
+    /// Whether it can be executed no further.
+    pub(crate) fn is_spoilt(&self) -> bool {
+        self.spoilt.is_some()
+    }
+}
+
 impl Session {
     /// Whether what the guest does is logged.
     pub(crate) fn records(&self) -> bool {
@@ -151,6 +158,7 @@ impl World {
         let data = session.data;
         let log = steps.into_iter().flat_map(Step::encode).collect();
         self.send(host, data, Message::new(Kind::Log, epoch, log));
+        self.note_end(host, id, epoch);
         self.moment(Moment::EndSent);
     }
 
@@ -206,8 +214,7 @@ impl World {
         }
         let Some(step) = standby.log.steps.pop_front() else { return };
         if step.block.is_some() && fails {
-            self.hosts[host.0].disk_fails -= 1;
-            self.coverage.failed_writes += 1;
+            self.a_write_fails(host);
             return self.spoil(host, id, BackupEvent::CannotServe("its disk fails".into()));
         }
         standby.pages[step.page] = step.state.number;
@@ -226,6 +233,7 @@ impl World {
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         standby.log.spoilt = Some("it cannot execute its log".to_owned());
         standby.log.steps.clear();
+        self.excuse("a backup cannot execute its log");
         self.coverage.diverged += u64::from(matches!(event, BackupEvent::Diverged(_)));
         self.cannot_run(host, id, event);
     }

@@ -36,6 +36,10 @@ impl World {
     fn greeted(&mut self, host: HostId, id: ConnectionId, message: &Message) {
         let (session, generation) = read_hello(message);
         let heartbeat = generation == Generation(0);
+        if !heartbeat && self.has_lost_its_disk(host) {
+            // Nothing can be prepared there. The offer expires.
+            return;
+        }
         match &mut self.hosts[host.0].role {
             Role::Idle | Role::Fenced if !heartbeat => {
                 self.stand_by(host, session, generation, id);

@@ -20,6 +20,8 @@ pub struct Network {
     cuts: Vec<(HostId, HostId)>,
     /// Added to every delay.
     pub extra_delay: Duration,
+    /// So far apart the messages of data arrive.
+    pub spacing: Duration,
     /// The next message to arrive is damaged.
     pub damage: bool,
     /// Connections that carry nothing just now to the end that was dialled; or (true) are not
@@ -30,6 +32,8 @@ pub struct Network {
 #[derive(Debug)]
 struct Connection {
     ends: [HostId; 2],
+    /// It carries more than heartbeats.
+    bulk: bool,
     open: [bool; 2],
     /// Towards each end.
     pipes: [Pipe; 2],
@@ -56,9 +60,9 @@ struct Item {
 impl Network {
     /// A network without connections.
     pub fn new() -> Network {
-        let extra_delay = Duration::ZERO;
+        let (extra_delay, spacing) = (Duration::ZERO, Duration::ZERO);
         let (connections, cuts, stuck) = (Vec::new(), Vec::new(), Vec::new());
-        Network { connections, cuts, extra_delay, damage: false, stuck }
+        Network { connections, cuts, extra_delay, spacing, damage: false, stuck }
     }
 
     fn is_cut(&self, from: HostId, to: HostId) -> bool {
@@ -76,6 +80,11 @@ impl Network {
 }
 
 impl World {
+    /// Whether nothing gets from one host to the other just now.
+    pub(crate) fn is_cut(&self, from: HostId, to: HostId) -> bool {
+        self.network.is_cut(from, to)
+    }
+
     /// Whether messages get through both ways just now.
     pub(crate) fn reaches(&self, host: HostId, other: HostId) -> bool {
         let cut = self.network.is_cut(host, other) || self.network.is_cut(other, host);
@@ -83,9 +92,10 @@ impl World {
     }
 
     /// Opens a connection; the first message on it says what it is for.
-    pub(crate) fn dial(&mut self, from: HostId, to: HostId) -> ConnectionId {
+    pub(crate) fn dial(&mut self, from: HostId, to: HostId, bulk: bool) -> ConnectionId {
         let pipes = [Pipe::default(), Pipe::default()];
-        self.network.connections.push(Connection { ends: [from, to], open: [true; 2], pipes });
+        let (ends, open) = ([from, to], [true; 2]);
+        self.network.connections.push(Connection { ends, bulk, open, pipes });
         ConnectionId(self.network.connections.len() - 1)
     }
 
@@ -108,8 +118,11 @@ impl World {
     fn put(&mut self, id: ConnectionId, end: usize, message: Option<Message>) {
         let (low, high) = self.schedule.latency;
         let delay = self.random.micros(low, high) + self.network.extra_delay;
-        let pipe = &mut self.network.connections[id.0].pipes[end];
-        let earliest = pipe.items.back().map_or(Time::default(), |last| last.arrives);
+        let connection = &mut self.network.connections[id.0];
+        let is_data = connection.bulk && end == 1;
+        let spacing = if is_data { self.network.spacing } else { Duration::ZERO };
+        let pipe = &mut connection.pipes[end];
+        let earliest = pipe.items.back().map_or(Time::default(), |last| last.arrives + spacing);
         let arrives = earliest.max(self.now + delay);
         pipe.items.push_back(Item { arrives, message });
         self.schedule_arrival(id, end, Duration::ZERO);
@@ -142,6 +155,9 @@ impl World {
         }
         if end == 1 && self.network.stuck.iter().any(|(stuck, _)| *stuck == id) {
             return; // As long as that lasts.
+        }
+        if end == 1 && self.network.connections[id.0].bulk && self.is_hole(from, to) {
+            return; // For good.
         }
         let connection = &mut self.network.connections[id.0];
         let Some(item) = connection.pipes[end].items.pop_front() else { return };
@@ -287,6 +303,12 @@ impl World {
         let unread = self.network.stuck.contains(&(id, true));
         let here = pipe.items.iter().take_while(|item| unread && item.arrives <= self.now);
         pipe.taken + here.count() as u64
+    }
+
+    /// How many will have, once all that was sent so far has.
+    pub(crate) fn sent(&self, id: ConnectionId) -> u64 {
+        let pipe = &self.network.connections[id.0].pipes[1];
+        pipe.taken + pipe.items.len() as u64
     }
 
     /// Whether a message of that kind is on its way from this host, over a connection that both ends have.

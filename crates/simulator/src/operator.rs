@@ -58,7 +58,7 @@ impl World {
             return self.violation("one failure lost a VM that was protected".to_owned());
         }
         let Some(host) = self.valid_image(|host| !self.hosts[host.0].up) else { return };
-        if !self.arbiter.reachable(host) {
+        if !self.arbiter.reachable(host) || self.has_lost_its_disk(host) {
             return;
         }
         let Verdict::Granted(generation) = self.arbiter.acquire(host, self.arbiter.generation)

@@ -55,8 +55,10 @@ pub struct Session {
     /// The first synchronisation, or a checkpoint, is being taken.
     pub(crate) busy: bool,
     pub(crate) check_at: Option<Time>,
-    /// What has got to the backup, and when that last grew.
+    /// What has got to the backup, and when that last grew by something of the oldest epoch in flight.
     pub(crate) delivered: (u64, Time),
+    /// How much has when all of an epoch has.
+    pub(crate) ends: BTreeMap<Epoch, u64>,
     /// When the epochs in flight were captured, oldest first.
     pub(crate) flying: VecDeque<Time>,
     next_beat: Time,
@@ -93,6 +95,7 @@ impl World {
             busy: true,
             check_at: None,
             delivered: (0, now),
+            ends: BTreeMap::new(),
             flying: VecDeque::new(),
             next_beat: now,
         });
@@ -145,11 +148,18 @@ impl World {
         let Some(data) = self.hosts[host.0].session(id).map(|session| session.data) else { return };
         let (now, delivered) = (self.now, self.delivered(data));
         let Some(session) = self.hosts[host.0].session(id) else { return };
-        if delivered > session.delivered.0 {
-            session.delivered = (delivered, now);
-        }
+        let oldest = session.core.committed().next();
+        let end = session.ends.get(&oldest);
+        let (before, moved) = session.delivered;
+        // Its host may have lost its power since.
+        let delivered = delivered.max(before);
+        let grew = delivered > before && end.is_none_or(|end| before < *end);
+        session.delivered = (delivered, if grew { now } else { moved });
+        session.ends.retain(|epoch, _| *epoch >= oldest);
+        let whole = session.ends.iter().take_while(|(_, end)| **end <= delivered).last();
+        let whole = whole.map_or(Epoch(0), |(epoch, _)| *epoch);
         // Each is as much as counts.
-        let headway = Headway { bytes: delivered << 20, done: 0 };
+        let headway = Headway { bytes: delivered << 20, whole, done: 0 };
         self.primary_event(host, id, PrimaryEvent::Headway(headway));
     }
 
@@ -182,14 +192,31 @@ impl World {
         }
     }
 
+    /// All of an epoch was sent.
+    pub(crate) fn note_end(&mut self, host: HostId, id: SessionId, epoch: Epoch) {
+        let Some(data) = self.hosts[host.0].session(id).map(|session| session.data) else { return };
+        let end = self.sent(data);
+        if let Some(session) = self.hosts[host.0].session(id) {
+            session.ends.insert(epoch, end);
+        }
+    }
+
     /// Nobody is called protected whose output waits, and for nothing.
     fn check_delivery(&mut self, host: HostId, id: SessionId) {
         let (now, awake) = (self.now, self.hosts[host.0].stalled_until);
         let Some(session) = self.hosts[host.0].session(id) else { return };
         let Some(oldest) = session.flying.front() else { return };
         let quiet = now - session.delivered.1.max(*oldest).max(awake);
-        if *session.core.phase() == PrimaryPhase::Protected && quiet > EPOCH_BOUND + SLACK {
+        let age = now - (*oldest).max(awake);
+        if *session.core.phase() != PrimaryPhase::Protected {
+            return;
+        }
+        let called = session.core.obstacle(now).or_else(|| session.core.delay(now)).is_none();
+        self.coverage.slow_epochs += u64::from(age > EPOCH_BOUND + SLACK);
+        if quiet > EPOCH_BOUND + SLACK {
             self.violation(format!("{host} waits for its backup for {quiet:?}, and nothing moves"));
+        } else if called && age > EPOCH_BOUND + SLACK {
+            self.violation(format!("{host} is called protected, and its output waits for {age:?}"));
         }
     }
 

@@ -74,7 +74,7 @@ impl World {
         }
         self.sessions += 1;
         let session = SessionId(self.sessions);
-        let data = self.dial(host, peer);
+        let data = self.dial(host, peer, true);
         let Some(running) = self.hosts[host.0].running() else { return };
         running.dialling = Some(Dialling { peer, session, data, heartbeat: None });
         let generation = running.generation;
@@ -109,7 +109,7 @@ impl World {
     pub(crate) fn answer_to_offer(&mut self, host: HostId, offer: Dialling, message: &Message) {
         match message.header.kind {
             Kind::Ready => {
-                let heartbeat = self.dial(host, offer.peer);
+                let heartbeat = self.dial(host, offer.peer, false);
                 if let Some(running) = self.hosts[host.0].running() {
                     running.dialling = Some(Dialling { heartbeat: Some(heartbeat), ..offer });
                 }

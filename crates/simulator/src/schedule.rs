@@ -1,5 +1,6 @@
 //! A seed becomes a schedule: how the world is, and what goes wrong when.
 
+use crate::lasting::Lasting;
 use crate::random::Random;
 use std::fmt;
 use std::time::Duration;
@@ -9,7 +10,7 @@ use understudy_protocol::{Policy, Time};
 const TROUBLE: u64 = 4_000;
 
 /// Longer than any schedule.
-const FOR_GOOD: Duration = Duration::from_secs(3_600);
+pub(crate) const FOR_GOOD: Duration = Duration::from_secs(3_600);
 
 /// What a seed decides in advance; the rest is decided as it happens.
 #[derive(Clone, Debug, PartialEq)]
@@ -32,7 +33,7 @@ pub struct Schedule {
     pub without_arbiter: Option<usize>,
     /// A host that loses its power for good.
     pub never_returns: Option<usize>,
-    /// From here on nothing goes wrong any more, and what did is repaired.
+    /// From here on nothing goes wrong any more, and what did is repaired, unless it failed for good.
     pub calm_from: Time,
 }
 
@@ -134,6 +135,8 @@ pub enum Fault {
     DataStall(bool, Duration),
     /// Everything is late.
     Delay(Duration, Duration),
+    /// Data comes slowly, a message each such time.
+    SlowData(Duration, Duration),
     /// The next message to arrive is damaged.
     Damage,
     /// The operator hands the VM over.
@@ -143,6 +146,8 @@ pub enum Fault {
     /// The operator ends protection; then the sole owner stands still, or is isolated, for so long,
     /// and the operator forces the VM onto another host.
     Force(bool, Duration),
+    /// Something fails for good.
+    Lasts(Lasting),
 }
 
 impl Fault {
@@ -211,6 +216,22 @@ impl Schedule {
                 _ => faults.push(Planned { when, fault }),
             }
         }
+        // And again.
+        let lasting = &mut Random::new(seed, 6);
+        let alone = without_arbiter.is_none() && never_returns.is_none();
+        if alone && lasting.percent(20) {
+            let planned = Planned::lasting(lasting);
+            match &mut faults[..] {
+                [only] => *only = planned,
+                _ => faults.push(planned),
+            }
+        }
+        let slow = &mut Random::new(seed, 7);
+        if faults.len() > 1 && slow.percent(15) {
+            let when = When::At(Time(slow.millis(100, TROUBLE - 500)));
+            let fault = Fault::SlowData(slow.millis(8, 20), slow.millis(500, 1_500));
+            faults.push(Planned { when, fault });
+        }
         Schedule {
             hosts,
             policy,
@@ -244,6 +265,20 @@ impl Planned {
             false => When::At(Time(random.millis(20, TROUBLE - 500))),
         };
         Planned { when, fault: Fault::any(random, hosts) }
+    }
+
+    fn lasting(random: &mut Random) -> Planned {
+        let when = match random.percent(50) {
+            true => Planned::upon(random),
+            false => When::At(Time(random.millis(100, TROUBLE - 500))),
+        };
+        let what = match random.below(4) {
+            0 => Lasting::FailedDisk,
+            1 => Lasting::HungDisk,
+            2 => Lasting::OneWay(random.percent(50)),
+            _ => Lasting::Hole,
+        };
+        Planned { when, fault: Fault::Lasts(what) }
     }
 
     fn upon(random: &mut Random) -> When {

@@ -14,10 +14,12 @@ impl World {
         if self.may_be_protected() { RETURN_WITHIN } else { RETURN_WITHIN / 2 }
     }
 
-    /// Whether there are two hosts, and an arbiter for each of them, in the end.
+    /// Whether there are two hosts that can work together, and an arbiter for each of them, in the end.
     fn may_be_protected(&self) -> bool {
-        let left = self.hosts.len() - usize::from(self.schedule.never_returns.is_some());
-        left > 1 && self.schedule.without_arbiter.is_none()
+        let schedule = &self.schedule;
+        let lost = [schedule.never_returns.is_some(), self.lost.is_any()];
+        let left = self.hosts.len() - lost.into_iter().filter(|lost| *lost).count();
+        !self.lost.is_hung() && left > 1 && schedule.without_arbiter.is_none()
     }
 
     /// Protection has not come back. Excused only where there is no VM any more,
@@ -40,17 +42,29 @@ impl World {
         if self.schedule.never_returns.is_none()
             && self.primary_host().is_none()
             && cut_off.is_none()
+            && !self.waits_for_a_disk()
         {
             self.violation("nobody has the VM although nothing fails".to_owned());
         }
     }
 
-    /// Whether it keeps its guest for a winner that never returns: nobody knows whether that ran it.
+    /// Whether the last copy is on a host whose disk never answers, and waits for that.
+    fn waits_for_a_disk(&self) -> bool {
+        let waits = |host: &HostId| {
+            let role = &self.hosts[host.0].role;
+            matches!(role, Role::Backup(_)) && self.has_lost_its_disk(*host)
+        };
+        (0..self.hosts.len()).map(HostId).any(|host| waits(&host))
+    }
+
+    /// Whether it keeps its guest for a winner that is never heard of again: nobody knows whether that ran it.
     fn waits_for_the_dead(&self, host: HostId) -> bool {
         let Role::Primary(running) = &self.hosts[host.0].role else { return false };
         let owner = running.session.as_ref().and_then(|session| session.core.winner());
-        let dead = self.schedule.never_returns.map(|dead| HostId(dead).name());
-        owner.is_some_and(|owner| owner.host.is_some() && owner.host == dead)
+        let owner = owner.and_then(|owner| owner.host.clone());
+        let mut all = (0..self.hosts.len()).map(HostId);
+        let Some(owner) = all.find(|host| Some(host.name()) == owner) else { return false };
+        self.schedule.never_returns == Some(owner.0) || self.never_talk(host, owner)
     }
 
     /// Whether calm has come and the VM is protected, and works, again.
@@ -59,6 +73,7 @@ impl World {
         let protected = |role: &Role| match role {
             Role::Primary(running) => running.session.as_ref().is_some_and(|session| {
                 *session.core.phase() == PrimaryPhase::Protected
+                    && session.core.obstacle(self.now).is_none()
                     && session.core.committed() > Epoch(3)
             }),
             _ => false,

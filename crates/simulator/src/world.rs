@@ -5,6 +5,7 @@ use crate::capture::Capture;
 use crate::coverage::Coverage;
 use crate::guest::State;
 use crate::host::{CopyId, Host, HostId, SessionId};
+use crate::lasting::Lost;
 use crate::lease::{Forcing, Tending};
 use crate::mutant::{DriverMutant, Mutant};
 use crate::network::{ConnectionId, Network};
@@ -57,6 +58,7 @@ pub(crate) enum Event {
     Recovers(HostId),
     ArbiterBack(Option<HostId>),
     DelayEnds(Duration),
+    DataQuickens,
     WantedAgain,
     Calm,
     OperatorLooks,
@@ -89,6 +91,14 @@ pub(crate) struct World {
     pub(crate) must_survive: bool,
     pub(crate) trace: Trace,
     pub(crate) violation: Option<String>,
+    /// The generation at which a host was given the VM by force, and did not start it.
+    pub(crate) forced_in_vain: Option<Generation>,
+    /// What has failed for good.
+    pub(crate) lost: Lost,
+    /// Somebody could go on with the VM.
+    pub(crate) carried: bool,
+    /// What of the present event may take it from a host.
+    pub(crate) excuse: Option<String>,
     answered: BTreeSet<u64>,
     pub(crate) copies: u32,
     events: Queue<Event>,
@@ -131,6 +141,10 @@ impl World {
             must_survive: false,
             trace: Trace::new(trace),
             violation: None,
+            forced_in_vain: None,
+            lost: Lost::default(),
+            carried: true,
+            excuse: None,
             answered: BTreeSet::new(),
             copies: 0,
             events: Queue::new(),
@@ -168,6 +182,7 @@ impl World {
             }
             self.happen(event);
             self.check_live();
+            self.check_loss();
             if self.has_settled() {
                 return;
             }
@@ -264,6 +279,7 @@ impl World {
             Event::DelayEnds(delay) => {
                 self.network.extra_delay = self.network.extra_delay.saturating_sub(delay);
             }
+            Event::DataQuickens => self.network.spacing = Duration::ZERO,
             Event::WantedAgain => self.want_protection(),
             Event::Calm => {
                 self.calm();

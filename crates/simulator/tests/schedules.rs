@@ -22,16 +22,17 @@ fn broken_by(mutant: Mutant) -> &'static str {
             | LeaseWithoutEnd
             | MovedIsOwn
             | TakeAtOnce => "two live copies",
-            EveryLookIsHeadway => "and nothing moves",
+            EveryLookIsHeadway | LaterBytesCount => "and nothing moves",
             ContestWhenSick => "is sick, and won",
-            AskOnce | StayFrozen => "its VM is held up",
+            AskOnce | StayFrozen | KeepUnheardGrant => "its VM is held up",
+            KeepTheGrant => "nobody has the VM",
             HaltAtOnce | WinnersWordFirst => "ends its guest, and nobody else has run the VM",
             TrustOldWord => "is called protected by a word of",
+            CallSlowProtected => "is called protected, and its output waits",
             GiveToTheUnfit => "leaves its guest to a backup that says",
             ReturnWhatRan => "the outside saw",
             FreezeNothing => "its guest runs on",
             YieldAtOnce => "a planned fail-over lost the guest's last state",
-            TakeOverWithNothing => "one failure lost a VM",
             StageOnceLive | ApplyBehindGap | LeaveTheLog => "is not at the boundary",
             ActivateUnsettled => "image is the valid one, but",
             StartUnrecorded => "its record does not say so",
@@ -41,7 +42,9 @@ fn broken_by(mutant: Mutant) -> &'static str {
             ContestUnfit | NothingHangs => "could not start it",
             ContestWhenBroken | StayDiverged => "may still win the VM",
             KeepLateGrant => "had given the VM up",
-            ForgetGeneration | LeaseBesideContest => "one failure lost a VM",
+            TakeOverWithNothing | ForgetGeneration | LeaseBesideContest | LeaseBesideSession => {
+                "the VM is lost"
+            }
             MixEpochs => "refuses what the primary sent",
             NeverSuspect => "although nothing fails",
             GiveUpRepair | StayWithAttempt => "protection did not return",

@@ -329,7 +329,7 @@ fn owned(answer: LeaseAnswer) -> Result<(), NotAdopted> {
     match answer {
         LeaseAnswer::Own => Ok(()),
         LeaseAnswer::Unreachable(why) => Err(NotAdopted::Later(why)),
-        LeaseAnswer::Moved(why) => {
+        LeaseAnswer::Moved { why, .. } => {
             Err(NotAdopted::Lost(format!("while it had no keeper the VM was lost: {why}")))
         }
     }

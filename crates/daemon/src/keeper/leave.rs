@@ -151,7 +151,7 @@ impl Host {
     fn prove_ours(&self, vm: &PrimaryVm) -> Result<(), HostError> {
         match self.ask_for_owner(vm.name(), vm.generation()) {
             LeaseAnswer::Own => Ok(()),
-            LeaseAnswer::Moved(why) | LeaseAnswer::Unreachable(why) => {
+            LeaseAnswer::Moved { why, .. } | LeaseAnswer::Unreachable(why) => {
                 let message = format!("{} stays in its keeper: {why}", vm.name());
                 Err(HostError::new(ErrorKind::Unreachable, message))
             }

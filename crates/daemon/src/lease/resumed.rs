@@ -18,13 +18,18 @@ impl Host {
         };
         match arbiter.current(vm) {
             Err(error) => LeaseAnswer::Unreachable(error.to_string()),
-            Ok(Some(Ownership { host, generation })) if generation >= of => match host {
-                Some(host) if host == self.config.name && generation == of => LeaseAnswer::Own,
-                Some(host) => {
-                    LeaseAnswer::Moved(format!("host {host} has it in generation {generation}"))
-                }
-                None => LeaseAnswer::Moved(format!("nobody has it since generation {generation}")),
-            },
+            Ok(Some(Ownership { host: Some(host), generation }))
+                if host == self.config.name && generation == of =>
+            {
+                LeaseAnswer::Own
+            }
+            Ok(Some(Ownership { host: to, generation })) if generation >= of => {
+                let why = match &to {
+                    Some(host) => format!("host {host} has it in generation {generation}"),
+                    None => format!("nobody has it since generation {generation}"),
+                };
+                LeaseAnswer::Moved { to, why }
+            }
             // Lost data is no word.
             Ok(_) => {
                 LeaseAnswer::Unreachable(format!("the arbiter has no record of generation {of}"))

@@ -39,6 +39,8 @@ pub(super) fn run(host: &Weak<Host>, errands: &Receiver<Errand>) {
         // In this order: a contest that is won meanwhile leaves another generation.
         let contests = vm.stance().is_some_and(|stance| stance.contests);
         let answer = answer.beside_contest(contests || vm.generation() != generation);
+        let partners = vm.deciding_peer().map(|peer| [peer, host.config.name.clone()]);
+        let answer = answer.beside_session(partners.as_ref().map_or(&[], |hosts| hosts));
         let mut lease = lock(&vm.tenure.lease);
         let actions = lease.answered(boot_time(), asked, answer);
         host.carry_out(&vm, &lease, actions, None);

@@ -63,15 +63,19 @@ pub(super) fn describe_session(status: &mut VmStatus, session: &primary::Session
             reason: format!("protection is being ended: host {peer} forgets the VM"),
         },
         PrimaryPhase::Protected | PrimaryPhase::HandingOver => {
-            status.lapse = session.group().obstacle();
+            let obstacle = session.group().obstacle();
+            let unfit = obstacle.map(|obstacle| {
+                format!("could not take over now: {obstacle}; output still waits for it")
+            });
+            status.lapse = unfit.or_else(|| session.group().delay());
             match &status.lapse {
                 None => followed(peer, session.output()),
-                Some(obstacle) => Protection::Degraded {
-                    reason: format!(
-                        "host {peer} follows, and could not take over now: {obstacle}; output \
-                         still waits for it, and protection is back as soon as it can"
-                    ),
-                },
+                Some(lapse) => {
+                    let back = "and protection is back as soon as that ends";
+                    Protection::Degraded {
+                        reason: format!("host {peer} follows, and {lapse}, {back}"),
+                    }
+                }
             }
         }
         PrimaryPhase::Contesting(reason) => Protection::Degraded {

@@ -1,5 +1,5 @@
 //! What of a connection's bytes has arrived at the peer's system.
-#![allow(unsafe_code)] // One `getsockopt`: the system's structure grows from version to version.
+#![allow(unsafe_code)] // Two calls: the system's structure grows from version to version, and one is an `ioctl`.
 
 use nix::errno::Errno;
 use nix::libc;
@@ -29,6 +29,16 @@ pub(super) fn delivered(socket: &TcpStream) -> Option<u64> {
     (length as usize >= end).then_some(info.tcpi_bytes_acked)
 }
 
+/// Where what was sent so far ends, as [`delivered`] counts; none where it is not known. Never less than
+/// that: what arrives meanwhile may be counted twice.
+pub(super) fn sent(socket: &TcpStream) -> Option<u64> {
+    let mut waiting: libc::c_int = 0;
+    // SAFETY: the system writes one `int`, which lives through the call.
+    let result = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut waiting) };
+    Errno::result(result).ok()?;
+    Some(delivered(socket)? + u64::try_from(waiting).ok()?)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -43,6 +53,8 @@ mod tests {
         let (mut theirs, _) = listener.accept().unwrap();
         let before = delivered(&ours).unwrap();
         ours.write_all(&[1; 5_000]).unwrap();
+        let end = sent(&ours).unwrap();
+        assert!((before + 5_000..=before + 10_000).contains(&end), "{end} after {before}");
         theirs.read_exact(&mut [0; 5_000]).unwrap();
         let deadline = Instant::now() + Duration::from_secs(60);
         while delivered(&ours).unwrap() < before + 5_000 {
@@ -50,5 +62,6 @@ mod tests {
             std::thread::sleep(Duration::from_millis(5));
         }
         assert_eq!(delivered(&ours).unwrap(), before + 5_000);
+        assert_eq!(sent(&ours).unwrap(), before + 5_000);
     }
 }

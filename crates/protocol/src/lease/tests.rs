@@ -80,7 +80,7 @@ fn an_answer_that_took_as_long_as_the_lease_is_worth_nothing() {
 fn a_vm_that_another_host_was_given_is_halted() {
     let mut lease = held();
     lease.tick(at(3_000), Stake::Sole);
-    let moved = LeaseAnswer::Moved("host b has it".to_owned());
+    let moved = LeaseAnswer::Moved { to: None, why: "host b has it".to_owned() };
     let halted = lease.answered(at(3_010), at(3_000), moved);
     assert_eq!(halted, [limit(0), LeaseAction::Halt("host b has it".to_owned())]);
     assert_eq!(lease.tick(at(9_000), Stake::Sole), [], "for good");
@@ -157,7 +157,8 @@ fn whoever_looks_is_more_patient_than_any_lease_lasts() {
 
 #[test]
 fn what_a_contest_of_this_hosts_own_moved_is_not_lost() {
-    let moved = || LeaseAnswer::Moved("this host has it at a later generation".to_owned());
+    let why = || "this host has it at a later generation".to_owned();
+    let moved = || LeaseAnswer::Moved { to: None, why: why() };
     let mut lease = held();
     assert_eq!(lease.tick(at(3_000), Stake::Guarded), [LeaseAction::Ask(LeaseErrand::Withdraw)]);
     assert_eq!(lease.answered(at(3_010), at(3_000), moved().beside_contest(true)), []);
@@ -180,4 +181,21 @@ fn an_answer_that_took_longer_than_the_lease_lets_nothing_go_on() {
         let actions = lease.answered(at(60_100), at(60_002), LeaseAnswer::Own);
         assert_eq!(actions.last(), Some(&LeaseAction::GoOn));
     }
+}
+
+/// Before, the sound guest was ended when its backup had won the VM and could not, or did not, run it.
+#[test]
+fn what_its_backup_has_won_the_session_finds_out() {
+    let moved = |to: &str| {
+        let to: HostName = to.parse().unwrap();
+        LeaseAnswer::Moved { to: Some(to), why: "it was given away".to_owned() }
+    };
+    let hosts = ["a", "b"].map(|host| host.parse::<HostName>().unwrap());
+    for to in ["a", "b"] {
+        let beside = moved(to).beside_session(&hosts);
+        assert!(matches!(beside, LeaseAnswer::Unreachable(_)), "{to}: {beside:?}");
+    }
+    assert_eq!(moved("c").beside_session(&hosts), moved("c"), "it was forced there");
+    assert_eq!(moved("b").beside_session(&[]), moved("b"));
+    assert_eq!(LeaseAnswer::Own.beside_session(&hosts), LeaseAnswer::Own);
 }

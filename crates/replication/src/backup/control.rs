@@ -1,6 +1,7 @@
 //! What is asked of the arbiter, which may take its time.
 
 use super::session::Session;
+use crate::moments::pass;
 use crossbeam_channel::Receiver;
 use std::time::Duration;
 use tracing::{info, warn};
@@ -39,6 +40,7 @@ fn ask(session: &Session, question: Ask) {
         Ask::Win(from) => membership.acquire(arbiter, from),
         Ask::HandBack(from) => membership.hand_back(arbiter, from, &session.primary),
     };
+    pass("before-verdict");
     info!(vm = %session.vm, "{question:?}, the arbiter's verdict: {verdict:?}");
     if let Verdict::Unreachable(reason) = &verdict {
         match question {

@@ -1,8 +1,8 @@
 //! The proof that this backup could take over, and what it does while it would and cannot.
 //!
-//! A backup that follows proves every [`INTERVAL`] that it reads the VM's record at the arbiter, of
-//! the generation that it follows, and could write the next one, and tells the primary. One that
-//! waits for the arbiter asks its former primary, too: the arbiter may have made that one the
+//! A backup that follows proves every [`INTERVAL`] that its own disks take what a take-over writes, that
+//! it reads the VM's record at the arbiter, of the generation that it follows, and could write the next
+//! one, and tells the primary. One that waits for the arbiter asks its former primary, too: the arbiter may have made that one the
 //! sole owner meanwhile.
 
 use super::session::Session;
@@ -28,6 +28,10 @@ pub(super) fn run(session: &Weak<Session>) {
             BackupPhase::Live | BackupPhase::Discarded => return,
             BackupPhase::Syncing | BackupPhase::Standing => {
                 present.group.each(Session::probe_qemu);
+                // Those of a first synchronisation are being written.
+                if phase == BackupPhase::Standing {
+                    present.group.each(Session::prove_disks);
+                }
                 let (arbiter, membership) = (present.arbiter.clone(), present.membership().clone());
                 let primary = present.primary.clone();
                 let unconnected = unconnected(&present);
@@ -53,6 +57,8 @@ pub(super) fn run(session: &Weak<Session>) {
 }
 
 /// Sees that all cards are on their bridges, which may have been made anew; an error if one cannot be.
+/// The primary is told, and gives no sick guest to such a host. Should it die the VM goes on here all
+/// the same: a guest that nobody hears until its bridge is there is more than none.
 fn unconnected(leader: &Session) -> Result<(), String> {
     let mut found = Ok(());
     leader.group.each(|member| {

@@ -4,6 +4,7 @@
 use super::session::Session;
 use crate::clock;
 use crate::heartbeat::Pulse;
+use anyhow::Context;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -51,13 +52,16 @@ pub(super) struct Vitals {
     pub applying: Awaited,
     /// They bring it to stable storage.
     pub settling: Awaited,
+    /// They, and the activation record, take a write that changes nothing.
+    pub proving: Awaited,
     /// Its QEMU answers.
     pub qemu: Awaited,
 }
 
 impl Vitals {
     fn awaited(&self) -> backup::Awaited {
-        let disk = [self.settling.since(), self.applying.since()].into_iter().flatten().min();
+        let disks = [&self.settling, &self.applying, &self.proving];
+        let disk = disks.into_iter().filter_map(Awaited::since).min();
         backup::Awaited { disk, qemu: self.qemu.since() }
     }
 }
@@ -68,6 +72,32 @@ impl Session {
         let mut awaited = Vec::new();
         self.group.each(|member| awaited.push(member.vitals.awaited()));
         self.event(Event::Look(awaited));
+    }
+
+    /// Finds out whether this host's disks still take what a take-over writes: while the guest writes
+    /// nothing, nothing else does. A copy that could not be started is none, as after any failed write.
+    pub(super) fn prove_disks(&self) {
+        let awaited = self.vitals.proving.begin();
+        let proven = self.try_disks(&awaited);
+        drop(awaited);
+        if let Err(error) = proven
+            && self.follows()
+        {
+            self.give_up(&format!("the backup cannot write what a take-over needs: {error:#}"));
+        }
+    }
+
+    fn try_disks(&self, awaited: &Await<'_>) -> anyhow::Result<()> {
+        self.records.prove_activation(&self.vm)?;
+        for disk in self.machine().disks() {
+            awaited.again();
+            disk.prove_writable().with_context(|| disk.path().display().to_string())?;
+        }
+        Ok(())
+    }
+
+    fn follows(&self) -> bool {
+        matches!(self.phase(), BackupPhase::Syncing | BackupPhase::Standing) && !self.is_over()
     }
 
     /// Asks the standby's QEMU for a sign of life. In lockstep it executes its log, and is watched
@@ -81,8 +111,7 @@ impl Session {
         let answered = machine.monitor().status();
         drop(awaited);
         if let Err(error) = answered
-            && matches!(self.phase(), BackupPhase::Syncing | BackupPhase::Standing)
-            && !self.is_over()
+            && self.follows()
             && machine.is_alive()
             && Arc::ptr_eq(&machine, &self.machine())
         {
@@ -103,6 +132,7 @@ mod tests {
         let since = vitals.awaited().disk.unwrap();
         std::thread::sleep(Duration::from_millis(2));
         let applying = vitals.applying.begin();
+        drop(vitals.proving.begin());
         assert_eq!(vitals.awaited().disk, Some(since));
         settling.again();
         assert!(vitals.awaited().disk > Some(since), "it has answered");

@@ -415,6 +415,7 @@ impl Cutter<'_> {
         }
         fail::fail_point!("before-log");
         send(self.session, &ToBackup::Log { epoch, log: Cow::Borrowed(&self.batch) });
+        self.session.data.note_end(epoch);
         self.batch.clear();
         Ok(())
     }

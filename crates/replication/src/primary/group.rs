@@ -111,6 +111,11 @@ impl Group {
         self.core().obstacle(clock::now())
     }
 
+    /// Why output waits for the backup for longer than it should, if it does.
+    pub fn delay(&self) -> Option<String> {
+        self.core().delay(clock::now())
+    }
+
     /// Wakes every member's threads.
     pub(super) fn ring(&self) {
         self.each(|member| member.machine().doorbell().ring());
@@ -128,12 +133,12 @@ impl Group {
 
     /// How far the data of all members has got.
     pub(super) fn headway(&self) -> Headway {
-        let mut all = Headway::default();
+        let mut all: Option<Headway> = None;
         self.each(|member| {
             let one = member.headway();
-            all = Headway { bytes: all.bytes + one.bytes, done: all.done + one.done };
+            all = Some(all.map_or(one, |all| all.beside(one)));
         });
-        all
+        all.unwrap_or_default()
     }
 
     /// Waits until every member has come this far. The last one to come does

@@ -43,7 +43,7 @@ impl Session {
         self.work.note(compares);
         // What goes on over another path has a new beginning.
         let done = self.work.signs.load(Ordering::Relaxed) + self.data.renewals();
-        Headway { bytes: self.data.delivered(), done }
+        Headway { bytes: self.data.delivered(), whole: self.data.whole(), done }
     }
 
     /// Tells the state machine how far the group's data has got.

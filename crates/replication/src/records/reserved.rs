@@ -52,7 +52,9 @@ fn write(path: &Path, content: &[u8]) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::records::Activation;
     use std::process::Command;
+    use understudy_protocol::Generation;
 
     /// A file system of its own, an ext4 in a file, which can be filled to the last byte.
     struct SmallDisk(tempfile::TempDir);
@@ -114,6 +116,27 @@ mod tests {
         assert_eq!(replace(&path, &long).unwrap_err().kind(), io::ErrorKind::StorageFull);
         let read: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
         assert_eq!(read[0], 49);
+    }
+
+    // Before, nothing was written while a guest wrote nothing: its backup was called one that could take
+    // over, and could note nothing.
+    #[test]
+    fn a_proof_finds_a_file_system_that_takes_nothing_any_more() {
+        let disk = SmallDisk::new();
+        let path = disk.path().join("activation");
+        Activation::prove(&path).unwrap();
+        assert!(!path.exists(), "there is nothing to take over with yet");
+        let activation = Activation::prepare(&path, "s").unwrap();
+        disk.fill();
+        Activation::prove(&path).unwrap();
+        assert!(Activation::read(&path).unwrap().is_none());
+        activation.write(Generation(2)).unwrap();
+        Activation::prove(&path).unwrap();
+        assert_eq!(Activation::read(&path).unwrap().unwrap().generation, Generation(2));
+        // What ext4 does itself when it finds that its device has failed.
+        run("mount", &["-o", "remount,abort", disk.path().to_str().unwrap()]);
+        let error = Activation::prove(&path).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ReadOnlyFilesystem);
     }
 
     #[test]

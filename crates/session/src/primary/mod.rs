@@ -126,6 +126,14 @@ impl Lead {
         self.standing.obstacle(now)
     }
 
+    /// Why the guest's output waits for longer than it should, although its backup could take over, if
+    /// it does: nobody is called protected meanwhile.
+    pub fn delay(&self, now: Time) -> Option<String> {
+        let age = self.core.overdue(now).filter(|_| !planted!(CallSlowProtected))?;
+        let (epoch, seconds) = (self.core.committed().next(), age.as_secs_f64());
+        Some(format!("output has waited for it for {seconds:.1} s: epoch {epoch} is on its way"))
+    }
+
     /// Whether a planned fail-over was asked for.
     pub fn is_handed_over(&self) -> bool {
         self.hand_over

@@ -27,12 +27,12 @@ impl Lapse {
 
     /// Whether a VM's protection has lapsed, and its end is worth waiting for.
     pub fn is_worth_waiting(&mut self, status: &VmStatus) -> bool {
-        let Some(obstacle) = &status.lapse else { return false };
+        let Some(lapse) = &status.lapse else { return false };
         let until = *self.until.get_or_insert_with(|| {
             if !self.quiet {
                 let (vm, seconds) = (&status.name, self.patience.as_secs());
                 eprintln!(
-                    "{vm}: the backup follows, and could not take over now: {obstacle}; waiting for it, {seconds} s at \
+                    "{vm}: the backup follows, and {lapse}; waiting for that to end, {seconds} s at \
                      most"
                 );
             }

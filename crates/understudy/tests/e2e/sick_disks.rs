@@ -5,8 +5,8 @@ use crate::lockstep::console_of;
 use crate::refusals::log_of;
 use crate::sick_hosts::Hanging;
 use crate::stage::{
-    Calm, LIMIT, PACE, await_degraded, await_service, close, daemon_passing, options, play,
-    play_protected, protect, prove_disk, prove_survival, run,
+    Calm, LIMIT, PACE, await_degraded, await_service, close, daemon_passing, hand_over, options,
+    play, play_protected, protect, prove_disk, prove_survival, run,
 };
 use anyhow::{Context, Result, ensure};
 use std::fs::{self, File};
@@ -310,6 +310,11 @@ impl SmallDisk {
         Ok(())
     }
 
+    /// It takes nothing any more, as ext4 does itself when it finds that its device has failed.
+    pub fn fail(&self) -> Result<()> {
+        run("mount", &["-o", "remount,abort", &self.place.to_string_lossy()]).map(drop)
+    }
+
     /// What it was filled with goes.
     pub fn clear(&self) -> Result<()> {
         Ok(fs::remove_file(self.place.join(FILLER))?)
@@ -346,6 +351,39 @@ fn a_full_disk_does_not_stop_a_take_over() {
         scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
         // Nothing is to be left behind.
         scene.host_mut("b")?.kill_everything()?;
+        drop(small.take());
+        Ok(())
+    });
+}
+
+/// Its mirror, the image that the guest was started on, is sound, and elsewhere. Before, it was called
+/// protected by a host that would have won the VM, and could have noted nothing of it.
+#[test]
+fn a_backup_that_can_write_no_record_is_given_up() {
+    let directory = tempfile::tempdir().expect("a directory for the test");
+    let mut small = None;
+    play(options().calm(), |scene| {
+        let state = scene.host("a")?.directory().join("state");
+        scene.host_mut("a")?.terminate()?;
+        small = Some(SmallDisk::mount(&directory.path().join("image"), state, 64)?);
+        scene.restart("a")?;
+        scene.protected_guest("a", "b")?;
+        let client = scene.record_client(PACE)?;
+        await_service(&client)?;
+        hand_over(scene.host("a")?, VM)?;
+        scene.await_live("b")?;
+        scene.protect("b", "a")?;
+        scene.await_protected("b", |_| ())?;
+        // Made once the mirror is whole, and the last of what a take-over needs.
+        let activation = scene.host("a")?.directory().join("state").join(VM).join("activation");
+        wait_for("the backup to be ready", LIMIT, || Ok(activation.exists().then_some(())))?;
+        small.as_ref().context("mounted")?.fail()?;
+        let reason = await_degraded(scene, "b")?;
+        ensure!(reason.contains("cannot write what a take-over needs"), "{reason}");
+        ensure!(reason.contains("Read-only file system"), "{reason}");
+        prove_survival(scene, client, "b")?;
+        // Nothing is to be left behind.
+        scene.host_mut("a")?.kill_everything()?;
         drop(small.take());
         Ok(())
     });

@@ -14,9 +14,10 @@ use serde_json::Value;
 use std::fs;
 use std::path::PathBuf;
 use std::thread;
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use understudy_lab::scene::VM;
-use understudy_lab::{ArbiterKind, Part, Scene, SceneOptions, wait_for};
+use understudy_lab::{ArbiterKind, Part, RecordClient, Scene, SceneOptions, wait_for};
 
 fn with_fail_point(host: &str, point: String) -> SceneOptions {
     let mut options = options().calm();
@@ -71,6 +72,26 @@ pub fn await_unfit(scene: &Scene, words: &str) -> Result<()> {
     })
 }
 
+/// Far more than an epoch may take here on which nothing moves: three times 3 s.
+const SILENCE: Duration = Duration::from_secs(30);
+
+/// Until host a says that it is not protected: nobody waits in vain, and is told otherwise.
+fn protected_only_while_served(scene: &Scene, client: &RecordClient) -> Result<()> {
+    let mut served = (client.acked(), Instant::now());
+    wait_for("host a to say that it is not protected", LIMIT, || {
+        let acked = client.acked();
+        if acked != served.0 {
+            served = (acked, Instant::now());
+        }
+        let called = protection(&scene.status("a")?).0 == "protected";
+        ensure!(
+            !called || served.1.elapsed() < SILENCE,
+            "output waits, and it is called protected"
+        );
+        Ok((!called).then_some(()))
+    })
+}
+
 /// Heartbeats are small, and pass; nothing else does. Before, the guest's output waited until the
 /// hole was gone, and `status` said "protected".
 #[test]
@@ -81,6 +102,7 @@ fn a_backup_that_gets_heartbeats_and_no_data_is_given_up() {
         let client = scene.record_client(PACE)?;
         await_service(&client)?;
         scene.lab().limit_frames("b", HOLE_BYTES)?;
+        protected_only_while_served(scene, &client)?;
         let reason = await_degraded(scene, "a")?;
         ensure!(reason.contains("the backup is heard, and epoch"), "{reason}");
         await_service(&client)?;
@@ -185,6 +207,38 @@ fn a_guest_goes_on_where_the_winner_does_not_come_to_write_its_record() {
         scene.await_protected("a", |_| ())?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
+    });
+}
+
+/// The arbiter grants it the VM, and its QEMU ends before it hears of that: it returns what it cannot
+/// use. Nobody would have the VM.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_grant_that_comes_too_late_is_returned() {
+    let directory = tempfile::tempdir().expect("a directory for the test");
+    // There while the arbiter's answer is on its way to host b.
+    let answered = directory.path().join("answered");
+    let point = format!("before-verdict=1*return({})", answered.display());
+    play_protected(with_fail_point("b", point), |scene, client| {
+        let qemu = scene.host("a")?.qemu_pid(VM)?;
+        let standby = scene.host("b")?.qemu_pid(VM)?;
+        scene.lab().cut("b")?;
+        wait_for("the arbiter to answer", LIMIT, || Ok(answered.exists().then_some(())))?;
+        let kept = scene.await_kept("a")?;
+        ensure!(kept["live"] == false, "{kept}");
+        scene.host_mut("b")?.kill(Part::Process(standby))?;
+        wait_for("host b to give up", LIMIT, || {
+            Ok(log_of(scene, "b")?.contains("forgetting the VM").then_some(()))
+        })?;
+        fs::remove_file(&answered)?;
+        await_service(&client)?;
+        let status = scene.status("a")?;
+        ensure!(status["generation"] == 3, "won, and handed back: {status}");
+        ensure!(scene.host("a")?.qemu_pid(VM)? == qemu, "it is another QEMU: {status}");
+        let log = log_of(scene, "b")?;
+        ensure!(!log.contains("taking over at epoch"), "it was not too late: {log}");
+        let acked = close(client)?;
+        prove_disk(scene, "a", acked)
     });
 }
 

@@ -8,7 +8,8 @@ use std::time::Duration;
 use understudy_lab::check::check_disk;
 use understudy_lab::scene::VM;
 use understudy_lab::{
-    HostOptions, HostProcess, RecordClient, Scene, SceneOptions, is_followed, patience, wait_for,
+    HostOptions, HostProcess, RecordClient, Scene, SceneOptions, is_followed, patience,
+    tells_of_a_follower, wait_for,
 };
 
 /// Between two records, so that a test is not about the disk's speed, and an emulated guest leaves the
@@ -199,7 +200,7 @@ pub fn await_degraded(scene: &Scene, host: &str) -> Result<String> {
         ensure!(status["role"] == "primary", "host {host} does not own the guest: {status}");
         let (state, reason) = protection(&status);
         let undecided = reason.contains("until the arbiter decides");
-        let followed = reason.contains("could not take over now");
+        let followed = tells_of_a_follower(reason);
         let alone = state == "degraded" && !undecided && !followed;
         Ok(alone.then(|| reason.to_owned()))
     })

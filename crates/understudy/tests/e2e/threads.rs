@@ -1,15 +1,18 @@
 //! The threads of a protected VM are those of the map (ARCHITECTURE.md, "Threads"), and no others.
 
+use crate::lockstep::lockstep;
 use crate::stage::{Calm, LIMIT, options, play, repairing_daemon};
 use anyhow::{Context, Result, ensure};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 use understudy_lab::scene::VM;
-use understudy_lab::{HostProcess, wait_for};
+use understudy_lab::{HostProcess, SceneOptions, wait_for};
 
 /// A VM of one disk and one card takes no more than this of either host, while nothing happens.
 const MOST: usize = 10;
+/// The backup of one in lockstep has three more, which feed its log and look how far that is executed.
+const MOST_IN_LOCKSTEP: usize = 13;
 
 /// The map: names of threads by the group that they are of; `N` is a number.
 fn map() -> Result<BTreeMap<String, BTreeSet<String>>> {
@@ -51,12 +54,8 @@ fn in_map(name: &str) -> String {
     role.replace(|letter: char| letter.is_ascii_digit(), "N")
 }
 
-#[test]
-fn a_protected_vm_has_the_threads_of_the_map() {
-    let mut options = options();
-    for daemon in options.daemons.values_mut() {
-        *daemon = repairing_daemon().calm();
-    }
+/// Plays one with a guest that is protected, and counts what it took.
+fn has_the_threads_of_the_map(options: SceneOptions, follows: &[&str], most: usize) {
     play(options, |scene| {
         let map = map()?;
         let of = |groups: &[&str]| -> BTreeSet<String> {
@@ -70,9 +69,10 @@ fn a_protected_vm_has_the_threads_of_the_map() {
         ensure!(unprotected.values().any(|name| name == "repair"), "nobody looks for a backup");
         scene.protect("a", "b")?;
         scene.await_protected("a", |_| ())?;
-        for (index, (host, side)) in [("a", "primary"), ("b", "backup")].into_iter().enumerate() {
-            let always = of(&[side, "machine"]);
-            ensure!(always.len() > 5, "the map has only {always:?} of a {side}");
+        let sides = [("a", ["primary"].as_slice()), ("b", follows)];
+        for (index, (host, side)) in sides.into_iter().enumerate() {
+            let always = of(&[side, &["machine"]].concat());
+            ensure!(always.len() > 5, "the map has only {always:?} of {side:?}");
             wait_for(&format!("host {host} to have the map's threads alone"), LIMIT, || {
                 let mut now = threads(scene.host(host)?)?;
                 now.retain(|number, name| {
@@ -83,9 +83,27 @@ fn a_protected_vm_has_the_threads_of_the_map() {
                 let missing: Vec<_> = always.difference(&names).collect();
                 let unknown = others.iter().any(|name| !at_times.contains(*name));
                 println!("{host}: {} threads; besides {others:?}, without {missing:?}", now.len());
-                Ok((!unknown && missing.is_empty() && now.len() <= MOST).then_some(()))
+                Ok((!unknown && missing.is_empty() && now.len() <= most).then_some(()))
             })?;
         }
         Ok(())
     });
+}
+
+fn repairing(mut options: SceneOptions) -> SceneOptions {
+    for daemon in options.daemons.values_mut() {
+        *daemon = repairing_daemon().calm();
+    }
+    options
+}
+
+#[test]
+fn a_protected_vm_has_the_threads_of_the_map() {
+    has_the_threads_of_the_map(repairing(options()), &["backup"], MOST);
+}
+
+#[test]
+fn a_vm_in_lockstep_has_the_threads_of_the_map() {
+    let follows = ["backup", "backup in lockstep"];
+    has_the_threads_of_the_map(repairing(lockstep()), &follows, MOST_IN_LOCKSTEP);
 }

@@ -1,0 +1,43 @@
+//! Who could go on with the VM, and what took it from the last one that could: something that failed
+//! there, or what an operator wanted. No decision of the hosts ever may.
+
+use crate::host::{HostId, Role};
+use crate::world::World;
+use understudy_protocol::BackupPhase;
+
+impl World {
+    /// What has just happened may take the VM from a host.
+    pub(crate) fn excuse(&mut self, cause: impl Into<String>) {
+        self.excuse = Some(cause.into());
+    }
+
+    /// To be called after each event: who loses the VM needs an excuse.
+    pub(crate) fn check_loss(&mut self) {
+        let excuse = self.excuse.take();
+        let carried = (0..self.hosts.len()).map(HostId).any(|host| self.carries(host));
+        let was = std::mem::replace(&mut self.carried, carried);
+        if !was || carried {
+            return;
+        }
+        match excuse {
+            Some(cause) => {
+                self.coverage.losses += 1;
+                self.note_world(|| format!("the VM is lost: {cause}"));
+            }
+            None => self.violation("the VM is lost, and nothing has failed just now".to_owned()),
+        }
+    }
+
+    /// Whether a host has the VM as it is, and may go on with it: now, or once it gets it back.
+    fn carries(&self, id: HostId) -> bool {
+        match &self.hosts[id.0].role {
+            Role::Primary(_) => self.oracle.ran_last() == id,
+            Role::Backup(standby) => {
+                let sound = !standby.broken && !standby.lost_writes && !standby.log.is_spoilt();
+                let won = *standby.core.phase() == BackupPhase::Live;
+                sound && (won || self.is_entitled(id, standby))
+            }
+            Role::Idle | Role::Fenced => false,
+        }
+    }
+}
