@@ -180,7 +180,7 @@ mod tests {
         delivery.captured(at(9_000));
         assert_eq!(delivery.stuck(at(9_500)), None);
         assert_eq!(delivery.stuck(at(9_501)), Some(at(9_000)));
-        delivery.headway(at(9_501), bytes(LEAST_BYTES));
+        delivery.headway(at(9_501), bytes(LEAST_BYTES), OLDEST);
         assert_eq!(delivery.stuck(at(9_600)), None);
         assert_eq!(delivery.stuck(at(10_002)), Some(at(9_000)), "the same");
     }

@@ -36,7 +36,7 @@ fn broken_by(mutant: Mutant) -> &'static str {
             StageOnceLive | ApplyBehindGap | LeaveTheLog => "is not at the boundary",
             ActivateUnsettled => "image is the valid one, but",
             StartUnrecorded => "its record does not say so",
-            KeepTheGrant | KeepUnrecorded => "does not start it, and keeps it",
+            KeepUnrecorded => "does not start it, and keeps it",
             OpenWhatIsDead => "that was never started",
             HangUpUntold => "hangs up before its primary has heard why",
             ContestUnfit | NothingHangs => "could not start it",

@@ -1,4 +1,4 @@
-//! `understudy-lab bench endurance`: whether a guest that has moved to and fro between two hosts is as fast as before.
+//! `understudy-lab bench endurance`: whether a guest that has moved back and forth between two hosts is as fast as before.
 
 use super::patient;
 use super::suite::statistics::{Summary, ratio};
