@@ -31,7 +31,8 @@ impl World {
     /// Whether a host has the VM as it is, and may go on with it: now, or once it gets it back.
     fn carries(&self, id: HostId) -> bool {
         match &self.hosts[id.0].role {
-            Role::Primary(_) => self.oracle.ran_last() == id,
+            // Or it was given back to it, and the winner's record came late.
+            Role::Primary(_) => self.oracle.ran_last() == id || self.arbiter.owner == id,
             Role::Backup(standby) => {
                 let sound = !standby.broken && !standby.lost_writes && !standby.log.is_spoilt();
                 let won = *standby.core.phase() == BackupPhase::Live;

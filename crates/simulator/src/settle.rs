@@ -11,7 +11,9 @@ const RETURN_WITHIN: Duration = Duration::from_secs(20);
 impl World {
     /// How long to wait for what the schedule allows to come back.
     pub(crate) fn patience(&self) -> Duration {
-        if self.may_be_protected() { RETURN_WITHIN } else { RETURN_WITHIN / 2 }
+        // A primary that has told a backup to take over, whose disk hangs by now, gives it 10 s.
+        let waits = self.may_be_protected() || self.lost.is_hung();
+        if waits { RETURN_WITHIN } else { RETURN_WITHIN / 2 }
     }
 
     /// Whether there are two hosts that can work together, and an arbiter for each of them, in the end.

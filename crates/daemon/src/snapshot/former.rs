@@ -28,24 +28,14 @@ impl Host {
         owner: Option<HostName>,
     ) -> Result<(), HostError> {
         let before = self.record(task.vm())?.and_then(Record::before_restore);
-        let peer = owner.or_else(|| before.as_ref().and_then(|record| record.peer.clone()));
-        let former = before.map(|record| Box::new(self.newest_again(record, generation, task)));
+        let owned = Ownership { host: owner, generation: task.newest };
+        let again = |record: &Record| Box::new(newest_again(record.clone(), generation, &owned));
+        let former = before.as_ref().map(again);
+        let peer = owned.host.or_else(|| before.and_then(|record| record.peer));
         let restoring = Restoring { id: task.id.clone(), settled: false, former };
         let record = self.records.of(ImageRole::Active, generation, &machine.definition_now());
         let record = Record { peer, restoring: Some(restoring), ..record };
         self.records.write(&record).map_err(internal)
-    }
-
-    /// A record as it counts after a restore that came to nothing. Images that were the VM's newest are so
-    /// again: what ran at the generation that the restore has won is gone. Nobody but its operator
-    /// starts the VM on them.
-    fn newest_again(&self, mut former: Record, won: Generation, task: &RestoreTask) -> Record {
-        let before = Ownership { host: None, generation: task.newest };
-        if may_start(&self.config.name, Some(&former.image), Some(&before)).is_ok() {
-            former.image.claimed_from = former.image.claimed_from.max(Some(won));
-        }
-        former.wanted = false;
-        former
     }
 
     /// All members run, and stay.
@@ -130,6 +120,17 @@ impl Host {
     }
 }
 
+/// A record as it counts after a restore that came to nothing. Images that were the VM's newest, by what the arbiter
+/// said before, are so again: what ran at the generation that the restore has won is gone. Nobody but its operator
+/// starts the VM on them.
+fn newest_again(mut former: Record, won: Generation, before: &Ownership) -> Record {
+    if may_start(&former.image.host, Some(&former.image), Some(before)).is_ok() {
+        former.image.claimed_from = former.image.claimed_from.max(Some(won));
+    }
+    former.wanted = false;
+    former
+}
+
 /// Whether one of a record's images has this name, wherever the VM's directory was then.
 fn has_image(record: &Record, name: &OsStr) -> bool {
     record.images().iter().any(|image| image.file_name() == Some(name))
@@ -170,6 +171,27 @@ fn image_of(path: &Path) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use understudy_protocol::literal;
+    use understudy_replication::records::Records;
+
+    // Before, `vm start` took images for the newest that another host's were newer than, which had the VM when the restore
+    // was begun.
+    #[test]
+    fn a_restore_that_came_to_nothing_makes_no_images_newer_than_another_hosts() {
+        let text = "name = 'db'\nmemory = '64M'\nvcpus = 1\n[[disk]]\npath = '/s/disk0.img'\nformat = 'raw'";
+        let definition: understudy_qemu::VmDefinition = toml::from_str(text).unwrap();
+        let records = Records::new("/s".as_ref(), &literal("c"));
+        let may_start_after = |owner: Option<&'static str>, newest| {
+            let before = Ownership { host: owner.map(literal), generation: Generation(newest) };
+            let former = records.of(ImageRole::Active, Generation(3), &definition);
+            let former = newest_again(former, Generation(newest + 1), &before);
+            let released = Ownership { host: None, generation: Generation(newest + 2) };
+            may_start(&literal("c"), Some(&former.image), Some(&released)).is_ok()
+        };
+        assert!(may_start_after(None, 4), "it was stopped here");
+        assert!(!may_start_after(Some("a"), 4), "host a took it over");
+        assert!(!may_start_after(None, 5), "host a stopped it");
+    }
 
     #[test]
     fn images_go_with_their_marks_and_no_other_file() {

@@ -12,7 +12,7 @@ use understudy_lockstep::{
 };
 use understudy_protocol::wire::{DiskRange, DiskWrite, Kind, LogProgress, Message, WireError};
 use understudy_protocol::{
-    CardFrames, CardIndex, DiskIndex, Epoch, EpochEnd, EpochSums, Generation, literal,
+    CardFrames, CardIndex, DiskIndex, Epoch, EpochEnd, EpochSums, Generation, MOST_COUNTED, literal,
 };
 use understudy_qemu::ClockBase;
 use understudy_report::{DiskReads, Mode, ProtectRequest};
@@ -31,7 +31,7 @@ struct Stuff {
 fn stuff() -> impl Strategy<Value = Stuff> {
     let bytes = prop::collection::vec(any::<u8>(), 0..2000);
     let words = prop::collection::vec(any::<char>(), 0..40).prop_map(|it| it.into_iter().collect());
-    (any::<u64>(), any::<u16>(), bytes, words, any::<bool>())
+    (0..MOST_COUNTED, any::<u16>(), bytes, words, any::<bool>())
         .prop_map(|(number, index, bytes, words, flag)| Stuff { number, index, bytes, words, flag })
 }
 
