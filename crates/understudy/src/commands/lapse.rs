@@ -32,7 +32,7 @@ impl Lapse {
             if !self.quiet {
                 let (vm, seconds) = (&status.name, self.patience.as_secs());
                 eprintln!(
-                    "{vm}: the backup follows, and {lapse}; waiting for that to end, {seconds} s at \
+                    "{vm}: the backup follows, and {lapse}; waiting for it, {seconds} s at \
                      most"
                 );
             }

@@ -149,6 +149,7 @@ fn hello(offer: &Value) -> Result<Vec<u8>> {
 fn a_vm_starts_while_a_primary_sends_its_kernel_byte_by_byte() {
     play(with_peers(), |scene| {
         let mut offer = genuine_offer(scene)?;
+        offer["purpose"]["definition"]["kernel"] = json!("/boot/vmlinuz");
         offer["purpose"]["files"] = json!([{ "role": "kernel", "bytes": 1 << 20 }]);
         let mut primary = Route::new(scene, scene.lab().client(), "b")?.connect()?;
         primary.write_all(&hello(&offer)?)?;
