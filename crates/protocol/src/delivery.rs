@@ -111,10 +111,10 @@ impl Delivery {
         (quiet > bound || age > bound * MOST_BOUNDS).then_some(Late { age, quiet })
     }
 
-    /// When the oldest epoch was captured, if nothing has moved for half of its time: another path may carry it.
-    pub fn stuck(&self, now: Time) -> Option<Time> {
-        let oldest = *self.captured.front()?;
-        (now - oldest.max(self.moved) > self.patience() / 2).then_some(oldest)
+    /// Whether nothing has moved for half of the oldest epoch's time: another path may carry it.
+    pub fn is_stuck(&self, now: Time) -> bool {
+        let is_quiet = |oldest: &Time| now - (*oldest).max(self.moved) > self.patience() / 2;
+        self.captured.front().is_some_and(is_quiet)
     }
 
     /// How long the oldest epoch has been on its way, if that is longer than the bound, whatever moves.
@@ -176,13 +176,13 @@ mod tests {
     #[test]
     fn an_epoch_is_stuck_at_half_of_its_time() {
         let mut delivery = begun();
-        assert_eq!(delivery.stuck(at(5_000)), None, "nothing is on its way");
+        assert!(!delivery.is_stuck(at(5_000)), "nothing is on its way");
         delivery.captured(at(9_000));
-        assert_eq!(delivery.stuck(at(9_500)), None);
-        assert_eq!(delivery.stuck(at(9_501)), Some(at(9_000)));
+        assert!(!delivery.is_stuck(at(9_500)));
+        assert!(delivery.is_stuck(at(9_501)));
         delivery.headway(at(9_501), bytes(LEAST_BYTES), OLDEST);
-        assert_eq!(delivery.stuck(at(9_600)), None);
-        assert_eq!(delivery.stuck(at(10_002)), Some(at(9_000)), "the same");
+        assert!(!delivery.is_stuck(at(9_600)));
+        assert!(delivery.is_stuck(at(10_002)));
     }
 
     #[test]

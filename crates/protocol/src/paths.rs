@@ -6,7 +6,7 @@
 //! suspected only when no path is left: at once when the last one was reset,
 //! after the state machine's own time-out when it fell silent.
 
-use crate::{Detector, PathIndex, Time};
+use crate::{Detector, Epoch, PathIndex, Time};
 use std::time::Duration;
 
 /// The connection of a path that has been down for so long is given up.
@@ -23,8 +23,8 @@ pub enum PathEvent {
     Ended(PathIndex, String),
     /// The data goes over this path from now on.
     InUse(PathIndex),
-    /// What was captured then has not moved for long over the path in use.
-    Stuck(Time),
+    /// This epoch has not moved for long over the path in use.
+    Stuck(Epoch),
     /// Time has passed.
     Tick,
 }
@@ -73,8 +73,8 @@ struct Path {
 pub struct Paths {
     paths: Vec<Path>,
     in_use: PathIndex,
-    /// What was stuck when a path was left for that last. Once for each: the backup itself may be what hangs.
-    left_for: Option<Time>,
+    /// The epoch for which a path was left last. Once for each: the backup itself may be what hangs.
+    left_for: Option<Epoch>,
     /// The shortest silence that makes a path count as down.
     floor: Duration,
 }
@@ -115,7 +115,7 @@ impl Paths {
             PathEvent::Heard(path) => self.heard(now, path, actions),
             PathEvent::Ended(path, reason) => self.ended(now, path, reason, actions),
             PathEvent::InUse(path) => self.in_use = path,
-            PathEvent::Stuck(since) => self.stuck(since, actions),
+            PathEvent::Stuck(epoch) => self.stuck(epoch, actions),
             PathEvent::Tick => self.tick(now, actions),
         }
         self.leave_if_down(actions);
@@ -177,10 +177,10 @@ impl Paths {
     }
 
     /// A path may carry heartbeats and nothing larger.
-    fn stuck(&mut self, since: Time, actions: &mut Vec<PathAction>) {
+    fn stuck(&mut self, epoch: Epoch, actions: &mut Vec<PathAction>) {
         let has_other = self.candidates().iter().any(|path| *path != self.in_use);
-        if has_other && self.left_for != Some(since) {
-            self.left_for = Some(since);
+        if has_other && self.left_for != Some(epoch) {
+            self.left_for = Some(epoch);
             actions.push(PathAction::Leave(self.in_use));
         }
     }
@@ -271,17 +271,17 @@ mod tests {
     #[test]
     fn data_that_does_not_move_tries_another_path_once() {
         let mut paths = two();
-        assert_eq!(after(&mut paths, 600, PathEvent::Stuck(at(50))), [PathAction::Leave(A)]);
+        assert_eq!(after(&mut paths, 600, PathEvent::Stuck(Epoch(7))), [PathAction::Leave(A)]);
         after(&mut paths, 610, PathEvent::InUse(B));
         assert_eq!(
-            after(&mut paths, 1200, PathEvent::Stuck(at(50))),
+            after(&mut paths, 1200, PathEvent::Stuck(Epoch(7))),
             [],
             "the backup may be what hangs"
         );
-        assert_eq!(after(&mut paths, 1900, PathEvent::Stuck(at(1300))), [PathAction::Leave(B)]);
+        assert_eq!(after(&mut paths, 1900, PathEvent::Stuck(Epoch(8))), [PathAction::Leave(B)]);
         after(&mut paths, 1901, PathEvent::InUse(A));
         after(&mut paths, 2000, PathEvent::Ended(B, "reset".to_owned()));
-        assert_eq!(after(&mut paths, 2600, PathEvent::Stuck(at(2000))), [], "there is no other");
+        assert_eq!(after(&mut paths, 2600, PathEvent::Stuck(Epoch(9))), [], "there is no other");
     }
 
     #[test]

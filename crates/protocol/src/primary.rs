@@ -194,12 +194,17 @@ impl Primary {
         matches!(self.phase, PrimaryPhase::Contesting(_) | PrimaryPhase::Frozen(_))
     }
 
-    /// Since when what was captured waits to move, if that is for long: another path may carry it.
-    pub fn stuck(&self, now: Time) -> Option<Time> {
+    /// The oldest epoch that is not acknowledged, if it has not moved for long: another path may carry it.
+    pub fn stuck(&self, now: Time) -> Option<Epoch> {
         match self.phase {
-            PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_) => None,
-            PrimaryPhase::Contesting(_) | PrimaryPhase::Frozen(_) => None,
-            _ => self.delivery.stuck(now).filter(|_| self.yielded.is_none()),
+            PrimaryPhase::Alone(_)
+            | PrimaryPhase::Halted(_)
+            | PrimaryPhase::Contesting(_)
+            | PrimaryPhase::Frozen(_) => None,
+            _ => {
+                let waits = self.yielded.is_none() && self.delivery.is_stuck(now);
+                waits.then(|| self.committed.next())
+            }
         }
     }
 

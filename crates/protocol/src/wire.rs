@@ -13,9 +13,7 @@ pub use disk::{DiskRange, DiskWrite};
 pub use kind::Kind;
 use std::borrow::Cow;
 use std::fmt;
-pub use version::{
-    FIRST_NEGOTIATED, LEAST_WIRE_VERSION, SPOKEN, Spoken, WIRE_VERSION, WireVersion,
-};
+pub use version::{FIRST_NEGOTIATED, LEAST_WIRE_VERSION, SPOKEN, WIRE_VERSION, WireVersion};
 
 /// Bytes of a message header.
 pub const HEADER_BYTES: usize = 24;

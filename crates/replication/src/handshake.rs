@@ -13,10 +13,10 @@ use understudy_arbiter::ArbiterName;
 use understudy_link::link::{Link, read_json};
 use understudy_link::tls::Tls;
 use understudy_protocol::wire::{
-    FIRST_NEGOTIATED, Kind, LEAST_WIRE_VERSION, SPOKEN, Spoken, WIRE_VERSION, WireVersion,
+    FIRST_NEGOTIATED, Kind, LEAST_WIRE_VERSION, SPOKEN, WIRE_VERSION, WireVersion,
 };
 use understudy_protocol::{Count, DiskIndex, Generation, PathIndex};
-use understudy_protocol::{GroupName, HostName, VmName};
+use understudy_protocol::{GroupName, HostName, Spoken, VmName};
 use understudy_qemu::definition::{CardDefinition, ForeignDefinition};
 use understudy_qemu::tsc::TscRate;
 use understudy_qemu::{Accelerator, ClockBase, CpuNeeds, Release};
@@ -431,7 +431,7 @@ fn unspoken(hello: &serde_json::Value) -> Option<String> {
     match SPOKEN.agree(theirs) {
         Some(_) => None,
         None => Some(format!(
-            "Understudy {} on host {} speaks {theirs}, Understudy {} here {SPOKEN}: {}",
+            "Understudy {} on host {} speaks wire {theirs}, Understudy {} here wire {SPOKEN}: {}",
             text("product_version"),
             text("host"),
             env!("CARGO_PKG_VERSION"),
@@ -444,8 +444,8 @@ fn unspoken(hello: &serde_json::Value) -> Option<String> {
 pub fn agreed(answered: Option<WireVersion>) -> anyhow::Result<WireVersion> {
     let used = answered.unwrap_or(LEAST_WIRE_VERSION);
     anyhow::ensure!(
-        (SPOKEN.least..=SPOKEN.highest).contains(&used),
-        "the peer wants to speak wire version {used}; this host speaks {SPOKEN}"
+        SPOKEN.contains(used),
+        "the peer wants to speak wire version {used}; this host speaks wire {SPOKEN}"
     );
     Ok(used)
 }

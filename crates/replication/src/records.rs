@@ -83,6 +83,11 @@ impl Record {
         self.definition.disks.iter().map(|disk| disk.path.clone()).collect()
     }
 
+    /// Whether it is of the restore of that name, which may still come to nothing.
+    pub fn is_of_restore(&self, id: &str) -> bool {
+        self.restoring.as_ref().is_some_and(|it| it.id == id)
+    }
+
     /// What is on record once a restore that has not ended comes to nothing.
     pub fn before_restore(self) -> Option<Record> {
         match self.restoring {
@@ -185,8 +190,9 @@ impl Records {
     /// until now; none if no such restore is on record.
     pub fn undo_restore(&self, vm: &VmName, id: &str) -> io::Result<Option<Record>> {
         let _changing = self.changing.lock();
-        let of_it = |record: &Record| record.restoring.as_ref().is_some_and(|it| it.id == id);
-        let Some(record) = self.read(vm)?.filter(of_it) else { return Ok(None) };
+        let Some(record) = self.read(vm)?.filter(|it| it.is_of_restore(id)) else {
+            return Ok(None);
+        };
         match record.clone().before_restore() {
             Some(former) => self.replace(&former)?,
             None => self.remove(vm)?,

@@ -2,7 +2,8 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use understudy_protocol::wire::{SPOKEN, Spoken};
+use understudy_protocol::Spoken;
+use understudy_protocol::wire::SPOKEN;
 use understudy_protocol::{GroupName, HostName, VmName};
 
 /// What a daemon is, and what it runs VMs with.

@@ -2,6 +2,7 @@
 //! still there: each hands its VM over, or has it power off, as after any SIGTERM.
 
 use super::note::{self, Found};
+use super::vm_of;
 use crate::config::HostConfig;
 use nix::poll::PollTimeout;
 use nix::sys::signal::Signal;
@@ -38,7 +39,7 @@ pub fn end_all(config: &HostConfig) -> io::Result<Vec<VmName>> {
 
 fn vms_below(state_dir: &Path) -> io::Result<Vec<VmName>> {
     let entries = fs::read_dir(state_dir)?.collect::<io::Result<Vec<_>>>()?;
-    Ok(entries.iter().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect())
+    Ok(entries.iter().filter_map(vm_of).collect())
 }
 
 /// The keeper that was told; none if there is none. That of a group is told once for each VM, which changes nothing.
@@ -49,12 +50,13 @@ fn told_to_end(directory: &Path) -> io::Result<Option<OwnedFd>> {
         Found::Starting => return Err(io::Error::other("it is just starting")),
         Found::Unknown(problem) => return Err(io::Error::other(problem)),
     };
-    let keeper = pidfd_of(pid)?;
-    // Of one that has ended meanwhile the number may be another process's by now.
+    let keeper = pidfd_of(pid);
+    // Of one that has ended meanwhile the number may be another process's by now, or nobody's.
     match note::look(directory) {
         Found::Lives(note) if note.pid == pid => {}
         _ => return Ok(None),
     }
+    let keeper = keeper?;
     signal(keeper.as_fd(), Signal::SIGTERM)?;
     Ok(Some(keeper))
 }

@@ -4,14 +4,13 @@
 //! keeper must read before anything is left to it, and every field that came later has a default. The agent
 //! inside QEMU has a version of its own, and stays what it is as long as that QEMU lives.
 
-use super::versions::Versions;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use understudy_machine::MachineNote;
 use understudy_machine::custody::OF_KEEPER;
 use understudy_memory::agent::ADOPTED_AGENTS;
-use understudy_protocol::{Generation, HostName};
+use understudy_protocol::{Generation, HostName, Spoken};
 use understudy_report::error::{ErrorKind, HostError};
 
 /// The version that this program leaves.
@@ -63,14 +62,14 @@ impl Legacy {
 pub struct Readable {
     /// The versions of a [`Legacy`] that it reads.
     #[serde(flatten)]
-    legacies: Versions,
+    legacies: Spoken,
     /// The versions of QEMU's agent that it speaks; none of a release that does not say so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    agents: Option<Versions>,
+    agents: Option<Spoken>,
 }
 
 /// The versions that this program reads.
-const READ: Versions = Versions { least: VERSION, highest: VERSION };
+const READ: Spoken = Spoken { least: VERSION, highest: VERSION };
 
 /// The versions of the agent in QEMUs that are left by keepers which do not compare them.
 const UNCOMPARED_AGENTS: [u32; 2] = [8, 9];
@@ -78,11 +77,11 @@ const UNCOMPARED_AGENTS: [u32; 2] = [8, 9];
 impl Readable {
     /// This program.
     pub fn own() -> Readable {
-        let agents = Versions { least: *ADOPTED_AGENTS.start(), highest: *ADOPTED_AGENTS.end() };
+        let agents = Spoken { least: *ADOPTED_AGENTS.start(), highest: *ADOPTED_AGENTS.end() };
         fail::fail_point!("of-later-agents", |file| Readable {
             legacies: READ,
             agents: Some(match file.is_some_and(|file| Path::new(&file).exists()) {
-                true => Versions { least: agents.highest + 1, highest: agents.highest + 2 },
+                true => Spoken { least: agents.highest + 1, highest: agents.highest + 2 },
                 false => agents,
             }),
         });
@@ -146,7 +145,7 @@ mod tests {
     const AGENT: u32 = *ADOPTED_AGENTS.end();
 
     fn reads(legacies: (u32, u32), agents: Option<(u32, u32)>) -> Readable {
-        let versions = |(least, highest)| Versions { least, highest };
+        let versions = |(least, highest)| Spoken { least, highest };
         Readable { legacies: versions(legacies), agents: agents.map(versions) }
     }
 

@@ -14,7 +14,6 @@
 //! | [`order`] | what it may do about its VM first |
 //! | [`replace`] | how the daemon has one replaced by another while the guest runs |
 //! | [`legacy`] | what the one leaves to the other |
-//! | [`versions`] | which versions of all that are spoken |
 //! | [`leave`] | how the one leaves its VM |
 //! | [`adopt`] | how the other goes on with it |
 //! | [`places`] | what one has of each of its VMs |
@@ -35,7 +34,6 @@ pub mod rights;
 pub mod seclusion;
 pub mod start;
 mod system_calls;
-mod versions;
 mod watch;
 
 pub use pass::Passed;
@@ -52,6 +50,7 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 use understudy_link::link::Link;
+use understudy_machine::qemu_log;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{Epoch, GroupName, HostName, VmName};
@@ -114,6 +113,11 @@ impl Keeper {
             }
         }
     }
+}
+
+/// The VM of which an entry of the state directory is the directory.
+fn vm_of(entry: &fs::DirEntry) -> Option<VmName> {
+    entry.file_name().to_str()?.parse().ok()
 }
 
 impl Host {
@@ -195,15 +199,18 @@ impl Host {
     /// The VMs that have a directory here.
     fn directories(&self) -> Vec<VmName> {
         let entries = fs::read_dir(&self.config.state_dir).into_iter().flatten().flatten();
-        entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+        entries.filter_map(|entry| vm_of(&entry)).collect()
     }
 
-    /// Where logs of QEMU are that this process bounds: a keeper those of its VMs, the daemon all others.
+    /// Where logs of QEMU may be too long that this process bounds: a keeper those of its VMs, the daemon all others.
     pub(crate) fn logged_directories(&self) -> Vec<PathBuf> {
         let state_dir = &self.config.state_dir;
         let Some(kept) = &self.keeps else {
             let directories = self.directories().into_iter().map(|vm| vm.below(state_dir));
-            return directories.filter(|directory| !note::lives_in(directory)).collect();
+            // Each second: what is read of a keeper comes last.
+            let is_meant =
+                |directory: &PathBuf| qemu_log::is_due(directory) && !note::lives_in(directory);
+            return directories.filter(is_meant).collect();
         };
         kept.vms().iter().map(|vm| vm.below(state_dir)).collect()
     }

@@ -3,7 +3,6 @@
 //! The file is written in place and never removed, since the lock is that of the file.
 
 use super::legacy;
-use super::versions::Versions;
 use crate::file_lock;
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
@@ -11,13 +10,13 @@ use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::process;
-use understudy_protocol::{Generation, GroupName, HostName, VmName};
+use understudy_protocol::{Generation, GroupName, HostName, Spoken, VmName};
 use understudy_report::error::{ErrorKind, HostError};
 
 /// The versions of what daemon and keeper say to each other, that this program speaks: this file, the API behind the
 /// socket, orders with their answers, and what goes with a descriptor through the other socket. Each release of a
 /// new version speaks the one before, too; whichever of the two is newer says to the other nothing that it does not know.
-const PROTOCOL: Versions = Versions { least: 1, highest: 1 };
+const PROTOCOL: Spoken = Spoken { least: 1, highest: 1 };
 
 const FILE: &str = "keeper.json";
 
@@ -138,10 +137,10 @@ fn understand(text: &[u8], path: &Path) -> Found {
     let theirs = match serde_json::from_slice(text) {
         Err(error) => return Found::Unknown(unknown(error)),
         Ok(Protocol { protocol: least, protocol_highest }) => {
-            Versions { least, highest: protocol_highest.unwrap_or(least) }
+            Spoken { least, highest: protocol_highest.unwrap_or(least) }
         }
     };
-    if !PROTOCOL.meet(theirs) {
+    if PROTOCOL.agree(theirs).is_none() {
         return Found::Unknown(format!(
             "it speaks {theirs} of the local protocol, and this daemon {PROTOCOL}: run the daemon of the \
              keeper's release, or end its VM by SIGTERM to the keeper"

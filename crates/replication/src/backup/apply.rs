@@ -50,13 +50,18 @@ pub fn validate(machine: &Machine, piece: &Piece<'_>) -> anyhow::Result<()> {
 }
 
 fn check_range(machine: &Machine, range: &DiskRange) -> anyhow::Result<()> {
-    let DiskRange { disk: index, offset, length } = *range;
-    let disks = machine.disks();
-    let disk = disks.get(usize::from(index.0));
-    if disk.is_none_or(|disk| offset + length > disk.export_bytes()) {
-        bail!("bytes {offset}+{length} are not part of disk {index}");
+    let DiskRange { disk, offset, length } = range;
+    match disk_of(machine, range) {
+        Some(_) => Ok(()),
+        None => bail!("bytes {offset}+{length} are not part of disk {disk}"),
     }
-    Ok(())
+}
+
+/// The disk of this machine that has these bytes.
+fn disk_of(machine: &Machine, range: &DiskRange) -> Option<Arc<Disk>> {
+    let end = range.offset.checked_add(range.length)?;
+    let disk = machine.disks().into_iter().nth(range.disk.0.into())?;
+    (end <= disk.export_bytes()).then_some(disk)
 }
 
 /// What is left to do when the whole of an epoch is applied.
@@ -196,9 +201,8 @@ fn read_mirror(machine: &Machine, block: DiskBlock, page: &mut Page) -> anyhow::
 /// The disk and the offset of a block that this machine has.
 fn find(machine: &Machine, block: DiskBlock) -> Option<(Arc<Disk>, u64)> {
     let offset = block.offset()?;
-    let disk = machine.disks().into_iter().nth(block.disk.0.into())?;
-    let end = offset.checked_add(PAGE_SIZE as u64)?;
-    (end <= disk.export_bytes()).then_some((disk, offset))
+    let range = DiskRange { disk: block.disk, offset, length: PAGE_SIZE as u64 };
+    Some((disk_of(machine, &range)?, offset))
 }
 
 /// Whose failure it is that a page's data are not right: if the mirror does not give what they refer to it is this

@@ -91,7 +91,8 @@ impl Session {
     pub(super) fn look_for_medium(self: &Arc<Self>, medium: Medium) -> anyhow::Result<()> {
         medium.check_drive(&self.machine())?;
         let Some(former) = lock(&self.present).orders.media.begin() else {
-            let why = "it still reads the medium that was asked for before".to_owned();
+            let why = "it still reads the medium that was asked for before: try again in a while"
+                .to_owned();
             self.say(&ToPrimary::MediumAnswer(MediumAnswer::Refused(why)));
             return Ok(());
         };
@@ -119,9 +120,8 @@ impl Session {
         Ok(opened)
     }
 
-    /// The primary's drive has another medium from an epoch on that is not whole yet.
+    /// The primary's drive, which was checked, has another medium from an epoch on that is not whole yet.
     pub(super) fn take_medium(&self, told: &Medium) -> anyhow::Result<()> {
-        told.check_drive(&self.machine())?;
         match told.file {
             Some(_) => lock(&self.present).orders.media.put_in(told),
             None => Ok(()),

@@ -2,6 +2,7 @@
 
 use super::session::Session;
 use crate::clock;
+use crate::heartbeat::Pulse;
 use crate::paths::Consequence;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tracing::info;
@@ -51,18 +52,16 @@ impl Session {
         let headway = self.group.headway();
         self.event(Event::Headway(headway));
     }
-}
 
-impl Session {
     /// Has the data go on over another path, if what was captured last does not move over this one.
     pub(super) fn look_for_better_path(&self) {
         if !self.paths.are_several() {
             return;
         }
-        let Some(since) = self.group.core().stuck(clock::now()) else { return };
-        if self.paths.event(PathEvent::Stuck(since)).contains(&Consequence::Leave) {
+        let Some(epoch) = self.group.core().stuck(clock::now()) else { return };
+        if self.paths.event(PathEvent::Stuck(epoch)).contains(&Consequence::Leave) {
             info!(vm = %self.vm, "what is sent does not arrive: another path is tried");
-            self.data.abandon();
+            self.leave_path();
         }
     }
 }

@@ -58,7 +58,11 @@ pub fn end_all(config: &Path) -> Result<Exit, Failure> {
         true => Ok(Exit::Ok),
         false => {
             let names: Vec<&str> = left.iter().map(VmName::as_str).collect();
-            Err(Failure::internal(format!("keepers cannot be ended: {}", names.join(", "))))
+            Err(Failure::internal(format!(
+                "the keepers of {} cannot be told to end (why is in the log), and their VMs run on: hand these over or stop \
+                 them through the daemon, or try once more",
+                names.join(", ")
+            )))
         }
     }
 }

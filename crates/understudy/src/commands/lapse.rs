@@ -1,5 +1,5 @@
-//! Lapses of protection: the backup follows, and could not take over at the moment, since its disk or the arbiter
-//! is slow, say. Nothing is lost by that, and it mostly ends by itself within seconds.
+//! Lapses of protection: the backup follows, and could not take over at the moment, or output waits for it for long, since
+//! its disk or the arbiter is slow, say. Nothing is lost by that, and it mostly ends by itself within seconds.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -70,6 +70,8 @@ pub mod tests {
     use understudy_client::FailureKind;
     use understudy_report::Protection;
 
+    const SLOW: &str = "could not take over now: its disk is slow; output still waits for it";
+
     /// A lapse that nobody waits for.
     pub fn over() -> Lapse {
         Lapse { patience: Duration::ZERO, ..Lapse::new(true) }
@@ -94,11 +96,11 @@ pub mod tests {
 
     #[test]
     fn a_hand_over_waits_for_the_end_of_a_lapse_and_for_nothing_else() {
-        let (outcome, tried) = try_refused(2, degraded(Some("its disk is slow")), Lapse::new(true));
+        let (outcome, tried) = try_refused(2, degraded(Some(SLOW)), Lapse::new(true));
         assert_eq!((outcome, tried), (Ok(()), 3));
         let (outcome, tried) = try_refused(2, degraded(None), Lapse::new(true));
         assert_eq!((outcome.is_err(), tried), (true, 1));
-        let (outcome, tried) = try_refused(2, degraded(Some("its disk is slow")), over());
+        let (outcome, tried) = try_refused(2, degraded(Some(SLOW)), over());
         assert_eq!((outcome.is_err(), tried), (true, 1));
     }
 }

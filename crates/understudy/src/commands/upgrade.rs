@@ -334,7 +334,7 @@ mod tests {
         };
         let protected = || Protection::Protected { peer: literal("b") };
         let lapse = VmStatus {
-            lapse: Some("its disk is slow".to_owned()),
+            lapse: Some("could not take over now: its disk is slow".to_owned()),
             ..vm(Role::Primary, Some(7), Protection::Degraded { reason: "slow".to_owned() })
         };
         assert!(may_be_handed_over(&lapse));
