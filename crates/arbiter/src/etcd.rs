@@ -121,16 +121,10 @@ impl Etcd {
         self.call("lease/revoke", &json!({ "ID": lease.0.to_string() })).map(drop)
     }
 
-    /// Puts a value; under a lease it vanishes with that.
-    pub fn put(
-        &self,
-        key: &str,
-        value: &impl Serialize,
-        lease: Option<Lease>,
-    ) -> anyhow::Result<()> {
-        let lease = lease.map_or(0, |lease| lease.0).to_string();
-        let body =
-            json!({ "key": self.encode(key), "value": encode_value(value)?, "lease": lease });
+    /// Puts a value under a lease: it vanishes with that.
+    pub fn put(&self, key: &str, value: &impl Serialize, lease: Lease) -> anyhow::Result<()> {
+        let (key, lease) = (self.encode(key), lease.0.to_string());
+        let body = json!({ "key": key, "value": encode_value(value)?, "lease": lease });
         self.call("kv/put", &body).map(drop)
     }
 

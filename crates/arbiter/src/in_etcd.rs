@@ -89,11 +89,10 @@ impl EtcdArbiter {
         of: Generation,
         to: Option<&Renewal>,
     ) -> Result<(), Unreachable> {
-        let mut tried = false;
-        for _ in 0..TRIES {
+        for tries in 0..TRIES {
             let seen = self.read_lease(key, of)?;
             let is_done = seen.as_ref().is_some_and(|entry| entry.value.as_ref() == to);
-            if tried && is_done {
+            if tries > 0 && is_done {
                 // Carried out, and the answer was lost.
                 return Ok(());
             }
@@ -101,7 +100,6 @@ impl EtcdArbiter {
             if self.etcd.swap(&lease(key, of), revision, &to).map_err(unanswered)? {
                 return Ok(());
             }
-            tried = true;
         }
         Err(Unreachable(format!("the lease of {key} kept changing")))
     }

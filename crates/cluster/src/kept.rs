@@ -89,11 +89,12 @@ impl Keeper {
         let keeper = self.clone();
         let started = spawn("keep", move || {
             let Ok((job, stop, answer)) = handed.recv() else { return };
-            // What was given up meanwhile is not said to be there.
             let image = job.run(&keeper.keys, &stop);
-            let image = image.and_then(|image| Ok(Stopped::check(&stop).map(|()| image)?));
-            keeper.is_over(&stop);
-            answer(image);
+            // What was given up meanwhile is not said to be there.
+            answer(match keeper.is_over(&stop) {
+                true => image,
+                false => image.and(Err(Stopped.into())),
+            });
         });
         if let Err(error) = started {
             return answer(Err(anyhow::Error::new(error).context("cannot start a thread")));
@@ -117,10 +118,10 @@ impl Keeper {
         drop(former);
     }
 
-    /// That job has ended, and keeps nothing any more. Another may have begun.
-    fn is_over(&self, stop: &Arc<AtomicBool>) {
+    /// That job has ended, and keeps nothing any more; whether it was still to. Another may have begun.
+    fn is_over(&self, stop: &Arc<AtomicBool>) -> bool {
         let former = lock(&self.keeping).take_if(|keeping| Arc::ptr_eq(&keeping.stop, stop));
-        drop(former);
+        former.is_some()
     }
 
     /// Nothing is kept any more: the VM runs here, or is not followed any more.

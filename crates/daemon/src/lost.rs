@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 use tracing::{info, warn};
 use understudy_protocol::VmName;
-use understudy_protocol::validity::ImageRole;
+use understudy_protocol::validity::{ImageRole, may_start};
 use understudy_replication::records::Record;
 
 /// Between two looks at who has them by now.
@@ -63,13 +63,13 @@ impl Host {
     /// Who has, or has had, the VM since it ran here, by the arbiter's word.
     fn had_since(&self, vm: &VmName) -> Option<String> {
         let owner = self.arbiter.as_ref()?.current(vm).ok()??;
-        match owner.host {
+        match &owner.host {
             // It may have claimed it for a start that did not come to its end.
-            Some(host) if host == self.config.name => None,
+            Some(host) if *host == self.config.name => None,
             Some(other) => Some(format!("host {other} has it since")),
             None => {
-                let ran = self.records.read(vm).ok()??.image.generation;
-                let is_newer = owner.generation > ran;
+                let own = self.records.read(vm).ok()??.image;
+                let is_newer = may_start(&self.config.name, Some(&own), Some(&owner)).is_err();
                 is_newer.then(|| {
                     format!("another host had it since, at generation {}", owner.generation)
                 })

@@ -67,7 +67,7 @@ impl Members {
         };
         *lease = Some(held);
         drop(lease);
-        etcd.put(&format!("{FOLDER}{name}"), own, Some(held))?;
+        etcd.put(&format!("{FOLDER}{name}"), own, held)?;
         self.look(etcd, name)
     }
 

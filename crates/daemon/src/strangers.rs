@@ -2,7 +2,7 @@
 //! Nothing of them is taken for this host's; here its operator is told of it.
 
 use tracing::warn;
-use understudy_protocol::{HostName, VmName};
+use understudy_protocol::HostName;
 use understudy_replication::records::Record;
 
 /// Says in the log what is of another host.
@@ -13,15 +13,17 @@ pub(crate) fn tell(records: &[Record], own: &HostName) {
 }
 
 fn told(records: &[Record], own: &HostName) -> Option<String> {
-    let strangers = || records.iter().filter(|record| record.image.host != *own);
-    let theirs = &strangers().next()?.image.host;
-    let vms: Vec<&str> =
-        strangers().map(|record| VmName::as_str(&record.definition.name)).collect();
-    Some(format!(
-        "the records of {} are of host {theirs}, and this is host {own}: if it had that name, `understudy recover VM \
-         --force` brings back what ran here alone; else correct `name` or `state_dir` in the configuration",
-        vms.join(", ")
-    ))
+    let strangers = records.iter().filter(|record| record.image.host != *own);
+    let named =
+        |record: &Record| format!("{} (of host {})", record.definition.name, record.image.host);
+    let vms: Vec<String> = strangers.map(named).collect();
+    (!vms.is_empty()).then(|| {
+        format!(
+            "there are records of other hosts: {}; this is host {own}: if it had such a name, `understudy recover VM \
+             --force` brings back what ran here alone; else correct `name` or `state_dir` in the configuration",
+            vms.join(", ")
+        )
+    })
 }
 
 #[cfg(test)]
@@ -53,6 +55,9 @@ mod tests {
         assert_eq!(told(&all(), &own), None);
         write("z", "web");
         let words = told(&all(), &own).unwrap();
-        assert!(words.contains("the records of web are of host z, and this is host a"), "{words}");
+        assert!(words.contains(": web (of host z); this is host a"), "{words}");
+        write("y", "mail");
+        let words = told(&all(), &own).unwrap();
+        assert!(words.contains("mail (of host y)") && words.contains("web (of host z)"), "{words}");
     }
 }

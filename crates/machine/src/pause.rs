@@ -123,25 +123,20 @@ impl Pauser {
     }
 
     /// Stops the guest and has QEMU begin to save its device state. An errand is for a QEMU in
-    /// lockstep, and only the agent can do it.
-    pub fn begin<'a>(
+    /// lockstep, and only the agent can do it. `expect` is called before the monitor stops the guest.
+    pub(crate) fn begin<'a>(
         &'a self,
         monitor: &'a mut Monitor,
         state: &'a DeviceState,
         errand: LogErrand,
+        expect: impl FnOnce() -> Option<WrittenBack>,
     ) -> anyhow::Result<Pause<'a>> {
         let attended = self.attention.begin();
         if let Ok(agent) = &self.agent {
             match agent.begin_with(errand)? {
                 Some(pause) => {
                     attended.answered();
-                    return Ok(Pause {
-                        method: Method::Agent(pause),
-                        state,
-                        held: None,
-                        written_back: None,
-                        attended,
-                    });
+                    return Ok(Pause { method: Method::Agent(pause), state, held: None, attended });
                 }
                 None if errand != LogErrand::None => bail!(refused(errand)),
                 None => info!("the guest does not run; this checkpoint goes through QMP"),
@@ -150,16 +145,12 @@ impl Pauser {
         if let (Err(obstacle), true) = (&self.agent, errand != LogErrand::None) {
             bail!(needed(obstacle));
         }
+        let written_back = expect();
         let mut checkpoint = monitor.begin_checkpoint(state)?;
         checkpoint.stopped()?;
         attended.answered();
-        Ok(Pause {
-            method: Method::Monitor(checkpoint),
-            state,
-            held: None,
-            written_back: None,
-            attended,
-        })
+        let method = Method::Monitor(checkpoint, written_back);
+        Ok(Pause { method, state, held: None, attended })
     }
 
     /// Stops a guest in lockstep where its log ends; see [`AgentPauser::begin_at_end`].
@@ -175,7 +166,7 @@ impl Pauser {
             bail!(refused(LogErrand::Detach));
         };
         attended.answered();
-        Ok(Pause { method: Method::Agent(pause), state, held: None, written_back: None, attended })
+        Ok(Pause { method: Method::Agent(pause), state, held: None, attended })
     }
 }
 
@@ -195,9 +186,9 @@ impl Machine {
         monitor: &'m mut Monitor,
         errand: LogErrand,
     ) -> anyhow::Result<Pause<'m>> {
-        let written_back = WrittenBack::expect(self);
-        let pause = self.pauser.begin(monitor, &self.device_state, errand)?;
-        Ok(Pause { written_back, ..pause.unless(&self.held) })
+        let expect = || WrittenBack::expect(self);
+        let pause = self.pauser.begin(monitor, &self.device_state, errand, expect)?;
+        Ok(pause.unless(&self.held))
     }
 
     /// Stops the guest where its log ends, of which `read` is to take in what comes meanwhile. QEMU
@@ -219,15 +210,14 @@ pub struct Pause<'a> {
     method: Method<'a>,
     state: &'a DeviceState,
     held: Option<&'a AtomicBool>,
-    /// Where the monitor does not say so: whether the disks have what their formats kept back.
-    written_back: Option<WrittenBack>,
     /// Last: the pause ends before.
     attended: Attended<'a>,
 }
 
 enum Method<'a> {
     Agent(AgentPause<'a>),
-    Monitor(Checkpoint<'a>),
+    /// It does not say whether the disks have what their formats kept back.
+    Monitor(Checkpoint<'a>, Option<WrittenBack>),
 }
 
 impl<'a> Pause<'a> {
@@ -247,10 +237,10 @@ impl<'a> Pause<'a> {
                 self.state.read_first(bytes, device_state)?;
                 Ok(pause.log_position())
             }
-            Method::Monitor(checkpoint) => {
+            Method::Monitor(checkpoint, written_back) => {
                 checkpoint.saved()?;
                 self.attended.answered();
-                self.written_back.as_ref().map_or(Ok(()), WrittenBack::check)?;
+                written_back.as_ref().map_or(Ok(()), WrittenBack::check)?;
                 self.state.read_into(device_state)?;
                 Ok(0)
             }
@@ -265,7 +255,7 @@ impl<'a> Pause<'a> {
         self.attended.owes();
         match self.method {
             Method::Agent(pause) => pause.resume()?,
-            Method::Monitor(checkpoint) => checkpoint.resume()?,
+            Method::Monitor(checkpoint, _) => checkpoint.resume()?,
         }
         Ok(())
     }

@@ -50,13 +50,19 @@ fn run<T>(host: &Weak<T>, find: impl Fn(&T) -> Vec<PathBuf>) {
     }
 }
 
+/// Whether a log in a VM's directory is too long by now. Most are not.
+pub fn is_due(directory: &Path) -> bool {
+    [QEMU_LOG, SWTPM_LOG].iter().any(|log| is_longer(&directory.join(log), MOST_BYTES))
+}
+
+fn is_longer(log: &Path, most: u64) -> bool {
+    fs::metadata(log).is_ok_and(|metadata| metadata.is_file() && metadata.len() > most)
+}
+
 /// Cuts a VM's log if it has grown over `most` bytes.
 fn bound(directory: &Path, log: &str, most: u64) -> io::Result<()> {
     let path = directory.join(log);
-    // Most have not.
-    let long =
-        fs::metadata(&path).is_ok_and(|metadata| metadata.is_file() && metadata.len() > most);
-    if !long {
+    if !is_longer(&path, most) {
         return Ok(());
     }
     let mut file = File::options().read(true).write(true).open(&path)?;

@@ -53,8 +53,9 @@ impl Host {
 
     /// All of it is there, and it stays: what the VM was before is forgotten.
     pub(super) fn conclude_restore(&self, vm: &VmName, id: &str) -> anyhow::Result<()> {
-        let of_it = |record: &Record| record.restoring.as_ref().is_some_and(|it| it.id == id);
-        let Some(record) = self.records.read(vm)?.filter(of_it) else { return Ok(()) };
+        let Some(record) = self.records.read(vm)?.filter(|it| it.is_of_restore(id)) else {
+            return Ok(());
+        };
         let directory = self.vm_directory(vm)?;
         if record.definition.tpm.is_some() {
             tpm::settle(&directory)?;
@@ -151,7 +152,8 @@ fn restored_images(directory: &Path, is_meant: impl Fn(&OsStr) -> bool) -> Vec<P
     entries.map(|entry| entry.path()).filter(is_one).collect()
 }
 
-fn remove(paths: &[PathBuf]) {
+/// Removes files, those that are there.
+pub(super) fn remove(paths: &[PathBuf]) {
     for path in paths {
         match fs::remove_file(path) {
             Err(error) if error.kind() != ErrorKind::NotFound => {

@@ -1,14 +1,13 @@
 //! From a member's part of a snapshot to a VM that runs: QEMU on fresh memory, its disks, its
 //! device state.
 
+use super::former;
 use super::placement::runs_elsewhere;
 use crate::host::Host;
 use crate::lease::{Contender, FormerLease};
 use crate::recover::OwnersWord;
 use anyhow::{Context, anyhow, bail};
 use std::collections::BTreeMap;
-use std::fs;
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -59,14 +58,7 @@ struct Images(Vec<PathBuf>);
 
 impl Drop for Images {
     fn drop(&mut self) {
-        for path in &self.0 {
-            match fs::remove_file(path) {
-                Err(error) if error.kind() != ErrorKind::NotFound => {
-                    warn!("cannot remove {}: {error}", path.display());
-                }
-                _ => {}
-            }
-        }
+        former::remove(&self.0);
     }
 }
 
@@ -161,7 +153,8 @@ fn await_owner(
         }
         OwnersWord::Unknown(why) => {
             bail!(
-                "whether {vm} runs on its owner cannot be told: the arbiter does not answer: {why}"
+                "whether {vm} runs on its owner cannot be told: the arbiter does not answer: {why}; restore it again once \
+                 it does"
             )
         }
     }

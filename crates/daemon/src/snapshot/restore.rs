@@ -381,9 +381,17 @@ impl Restoring {
     /// It stays, and needs the store no more: what it was before goes. Until that is on record, it would be
     /// what counts after this daemon.
     fn conclude(self: &Arc<Self>) {
+        let mut told = String::new();
         while let Some(host) = self.host.upgrade() {
             let Err(error) = host.conclude_restore(self.task.vm(), &self.task.id) else { return };
-            warn!(vm = %self.task.vm(), "what it was before its restore is kept: {error:#}");
+            let why = format!("{error:#}");
+            if why != told {
+                warn!(
+                    vm = %self.task.vm(),
+                    "what it was before its restore is kept, and would count after this daemon, until this is mended: {why}"
+                );
+                told = why;
+            }
             drop(host);
             thread::sleep(AGAIN);
         }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use understudy_disk::Disk;
 
 /// Disks that are to get what QEMU keeps back of them, each with how many of QEMU's requests had failed before.
-pub(super) struct WrittenBack(Vec<(Arc<Disk>, u64)>);
+pub(crate) struct WrittenBack(Vec<(Arc<Disk>, u64)>);
 
 impl WrittenBack {
     /// To be called before the guest is stopped. None for a machine whose formats keep nothing back.
@@ -26,7 +26,7 @@ impl WrittenBack {
         for (disk, before) in &self.0 {
             ensure!(
                 disk.failures() == *before,
-                "disk{} failed while QEMU wrote what the disks' formats keep back",
+                "disk{} failed while QEMU wrote what the disks' formats keep back; see this daemon's log",
                 disk.index()
             );
         }

@@ -77,3 +77,16 @@ fn queues_are_no_longer_than_the_memory() {
     let why = refused(|_, member| member.sampled = Some(u64::MAX));
     assert!(why.contains("its working set is larger"), "{why}");
 }
+
+/// The next snapshot's number was 0: names in a store may be any numbers.
+#[test]
+fn a_name_with_which_nobody_can_count_on_is_no_snapshots_number() {
+    let bench = Bench::new();
+    for folder in ["writing", "snapshots"] {
+        let folder = bench.directory.path().join(folder).join("shop");
+        std::fs::create_dir_all(&folder).unwrap();
+        std::fs::write(folder.join(u64::MAX.to_string()), b"{}").unwrap();
+    }
+    let writing = bench.store.begin(&literal("shop"), SnapshotNumber(6), NOW).unwrap();
+    assert_eq!(writing.number, SnapshotNumber(7));
+}

@@ -8,7 +8,7 @@ use crate::{ChunkId, SnapshotNumber};
 use futures_util::{StreamExt, TryStreamExt, stream};
 use object_store::path::Path;
 use std::collections::{BTreeMap, BTreeSet};
-use understudy_protocol::GroupName;
+use understudy_protocol::{GroupName, MOST_COUNTED};
 
 /// How long a snapshot may take to be written before a clean-up takes it for dead. Its chunks
 /// are then removed, and it cannot be published any more.
@@ -50,7 +50,9 @@ impl Store {
     ) -> Result<Writing, StoreError> {
         let known = self.numbers("snapshots", group)?.into_keys();
         let begun = self.numbers("writing", group)?.into_keys();
-        let mut number = known.chain(begun).max().unwrap_or_default().max(after).next();
+        // A name in the store may be any number.
+        let countable = known.chain(begun).filter(|number| number.0 < MOST_COUNTED);
+        let mut number = countable.max().unwrap_or_default().max(after).next();
         let word = self.mark_word()?;
         while !self.put_mark(&self.writing_path(group, number), &word, now)? {
             number = number.next();
