@@ -88,10 +88,10 @@ fn words(failure: Failure) -> anyhow::Error {
 /// An error shows the ends of its logs first.
 fn on_scene<T>(
     options: SceneOptions,
-    measure: impl FnOnce(&Scene) -> anyhow::Result<T>,
+    measure: impl FnOnce(&mut Scene) -> anyhow::Result<T>,
 ) -> anyhow::Result<T> {
-    let scene = Scene::start(options)?;
-    let measured = measure(&scene).inspect_err(|_| eprintln!("{}", scene.diagnostics()))?;
+    let mut scene = Scene::start(options)?;
+    let measured = measure(&mut scene).inspect_err(|_| eprintln!("{}", scene.diagnostics()))?;
     scene.finish()?;
     Ok(measured)
 }

@@ -49,22 +49,34 @@ fn measure(scene: &Scene, args: &BenchWorkloadArgs) -> Result<Vec<Measured>> {
         scene.await_protected("a", |_| ())?;
     }
     let primary = Client::new(scene.host("a")?.socket()).map_err(words)?;
-    let watched = |workload: Workload, scale| {
-        let watch = args.protected.then(|| Watch::begin(&primary)).transpose()?;
-        let sample = workload.run_accounted(&bed, scale)?;
-        watch.map(|watch| watch.end(&primary)).transpose()?;
-        Ok(sample)
+    let run = |workload: Workload, scale| match args.protected {
+        true => run_protected(workload, &bed, scale, &primary),
+        false => workload.run_accounted(&bed, scale),
     };
     let scale = if args.quick { Scale::Quick } else { Scale::Full };
     let measure = |&workload: &Workload| {
         eprintln!("{}", workload.name());
-        let samples = (0..args.runs).map(|_| watched(workload, scale)).collect::<Result<_>>()?;
+        let samples = (0..args.runs).map(|_| run(workload, scale)).collect::<Result<_>>()?;
         Ok(Measured { workload, unit: workload.unit(), better: workload.better(), samples })
     };
     names.iter().map(measure).collect()
 }
 
-fn bed<'a>(scene: &'a Scene, console: &'a Path) -> Bed<'a> {
+/// Runs a workload. An error if the guest was not protected all the time.
+pub(super) fn run_protected(
+    workload: Workload,
+    bed: &Bed<'_>,
+    scale: Scale,
+    primary: &Client,
+) -> Result<Sample> {
+    let watch = Watch::begin(primary)?;
+    let sample = workload.run_accounted(bed, scale)?;
+    watch.end(primary)?;
+    Ok(sample)
+}
+
+/// The guest, of which `console` is the console.
+pub(super) fn bed<'a>(scene: &'a Scene, console: &'a Path) -> Bed<'a> {
     Bed {
         lab: scene.lab(),
         address: GUEST_ADDRESS,

@@ -11,7 +11,8 @@ mod table;
 
 use super::suite::protection::{Stretch, Watch};
 use super::suite::statistics::quantile;
-use super::workloads::{Bed, Door, Scale};
+use super::workload::bed;
+use super::workloads::Scale;
 use super::{on_scene, patient, words};
 use crate::cli::BenchCheckpointArgs;
 use crate::parts::scene_options;
@@ -22,8 +23,8 @@ use serde::Serialize;
 use std::thread;
 use std::time::Duration;
 use understudy_client::{Client, Exit, Failure, output};
+use understudy_lab::Scene;
 use understudy_lab::scene::{GuestKind, VM};
-use understudy_lab::{GUEST_ADDRESS, Scene};
 use understudy_protocol::Policy;
 use understudy_report::{CheckpointTiming, ProtectRequest};
 
@@ -98,9 +99,7 @@ fn measure(scene: &Scene, args: &BenchCheckpointArgs) -> Result<Vec<Round>> {
     match args.workload {
         Some(workload) => {
             let console = scene.console("a")?;
-            let (lab, guest_files) = (scene.lab(), scene.guest_files());
-            let door = Door::Console(&console);
-            let bed = Bed { lab, address: GUEST_ADDRESS, door, guest_files };
+            let bed = bed(scene, &console);
             workload.prepare(&bed)?;
             let bench = Bench::protect(scene, primary, args, None)?;
             let load = || Ok(Some(workload.run(&bed, Scale::Quick)?.value));
