@@ -252,7 +252,7 @@ fn under_systemd_a_vm_with_keepers_outlives_restarts_kills_and_upgrades_of_the_s
         ensure!(now == before, "after {blow}: {before:?} became {now:?}");
     }
     let events = site.a.call("understudy events --json")?;
-    ensure!(!events.contains("degraded"), "protection was lost: {events}");
+    ensure!(!events.contains("protection-lost"), "protection was lost: {events}");
     end_in_order(&site, before[0].0, client)?;
     // A keeper would outlive the package.
     site.b.call("understudy vm stop db --force")?;

@@ -3,7 +3,7 @@
 use crate::autostart::set_autostart;
 use crate::stage::{
     Calm, LIMIT, PACE, await_forgotten, await_service, daemon, hand_over, options, play,
-    prove_survival, refusal,
+    prove_survival, refusal, restart_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
@@ -237,8 +237,7 @@ fn a_vm_that_comes_up_with_its_host_is_not_started_beside_its_keeper() {
         scene.await_guest()?;
         let client = begin(scene)?;
         let before = kept(&answered(scene, VM)?)?;
-        scene.host_mut("a")?.kill_daemon()?;
-        scene.revive("a")?;
+        restart_daemon(scene, "a")?;
         let host = scene.host("a")?;
         wait_for("the next daemon to await it no more", LIMIT, || {
             let status: Value = serde_json::from_str(&host.call(["status", "--json"])?)?;

@@ -8,6 +8,7 @@ use crate::peer::{hung_up, message, refusal_of, refusal_of_keeper};
 use crate::recover::lose;
 use crate::stage::{
     Calm, LIMIT, PACE, await_forgotten, await_service, play, prove_disk, prove_survival,
+    restart_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
@@ -112,8 +113,7 @@ fn a_vm_comes_up_with_its_host_in_a_keeper_and_is_protected_again() {
         scene.restart("a")?;
         await_coming_up(scene, "a")?;
         let up = kept(&scene.status("a")?)?;
-        scene.host_mut("a")?.kill_daemon()?;
-        scene.revive("a")?;
+        restart_daemon(scene, "a")?;
         await_protected_again(scene)?;
         ensure!(kept(&scene.status("a")?)? == up, "another one");
         scene.await_guest()?;
@@ -217,8 +217,7 @@ fn a_path_is_lost_and_the_session_goes_on_with_the_keeper() {
         let client = begin(scene)?;
         let (primary, backup) = (kept(&scene.status("a")?)?, kept(&scene.status("b")?)?);
         for host in ["a", "b"] {
-            scene.host_mut(host)?.kill_daemon()?;
-            scene.revive(host)?;
+            restart_daemon(scene, host)?;
         }
         await_both_up(scene)?;
         let cut = cut_the_one_in_use(scene)?;

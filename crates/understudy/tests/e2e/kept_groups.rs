@@ -10,7 +10,8 @@ use crate::keepers::{begin, kept, signal_keeper, with_keepers};
 use crate::kept_backups::with_repair;
 use crate::recover::lose;
 use crate::stage::{
-    LIMIT, await_forgotten, await_service, close, play, prove_disk, refusal, refused, vms,
+    LIMIT, await_forgotten, await_service, close, play, prove_disk, refusal, refused,
+    restart_daemon, vms,
 };
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
@@ -121,8 +122,7 @@ fn lose_both_for_a_moment(scene: &mut Scene) -> Result<()> {
 /// They are protected, and host a's daemon dies, and then all of host a.
 fn prove_kept(scene: &mut Scene) -> Result<()> {
     let (before, after) = (shared(scene, "a")?, shared(scene, "b")?);
-    scene.host_mut("a")?.kill_daemon()?;
-    scene.revive("a")?;
+    restart_daemon(scene, "a")?;
     ensure!(shared(scene, "a")? == before, "another one");
     scene.host_mut("a")?.kill_everything()?;
     await_both(scene, "b")?;
@@ -300,8 +300,7 @@ fn play_left_order(end_keeper: impl FnOnce(&Scene, &HeldOrder) -> Result<()>) {
     let held = HeldOrder::new().expect("a file for the test");
     play(with_group(with_keepers()), |scene| {
         come_up_and_be_held(scene, &held)?;
-        scene.host_mut("a")?.kill_daemon()?;
-        scene.revive("a")?;
+        restart_daemon(scene, "a")?;
         wait_for("the next daemon to say what it waits for", LIMIT, || {
             let told = scene.host("a")?.call(["status"])?;
             Ok(told.contains("its keeper has not said yet that it runs").then_some(()))

@@ -5,6 +5,7 @@ use crate::cluster_deaths::Moment;
 use crate::fencing::{hide, is_gone, pass, unhide};
 use crate::refusals::log_of;
 use crate::sick_disks::Failing;
+use crate::snapshot::store;
 use crate::stage::{
     Calm, LIMIT, PACE, await_degraded, await_service, daemon, options, play, play_protected,
     protect, prove_survival, refusal, refused,
@@ -313,7 +314,7 @@ fn with_etcd_a_host_that_slept_longer_than_its_lease_lets_nothing_out() {
 #[test]
 fn a_restore_by_force_waits_until_a_silent_host_lets_nothing_out() {
     play_protected(short(ArbiterKind::File), |scene, client| {
-        let store = scene.lab().directory().join("store").to_string_lossy().into_owned();
+        let store = store(scene);
         scene.host("a")?.call(["vm", "snapshot", VM, "--store", &store])?;
         unprotect(scene)?;
         await_lease(scene)?;
@@ -356,7 +357,7 @@ fn a_restore_by_force_is_refused_while_the_arbiter_names_no_owner() {
     let daemon = options.daemons.get_mut("b").expect("a host");
     daemon.environment.push(("FAILPOINTS".to_owned(), points.join(";")));
     play_protected(options, |scene, client| {
-        let store = scene.lab().directory().join("store").to_string_lossy().into_owned();
+        let store = store(scene);
         scene.host("a")?.call(["vm", "snapshot", VM, "--store", &store])?;
         unprotect(scene)?;
         scene.host("a")?.pause()?;

@@ -2,6 +2,7 @@
 //! checkpoints; what clients see is proved in the same way, and the console of the backup is
 //! that of the primary, and more.
 
+use crate::cluster_deaths::Moment;
 use crate::deaths::kill_the_standby_qemu;
 use crate::deaths::{await_rounds, unharmed};
 use crate::planned::power_off;
@@ -143,20 +144,18 @@ fn a_primary_is_cut_off() {
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_copy_that_lost_the_contest_stands_still_until_it_is_handed_back() {
-    let directory = tempfile::tempdir().expect("a directory for the test");
-    // There while host b stands still before its guest runs.
-    let won = directory.path().join("won");
-    let point = format!("before-activation=1*return({})", won.display());
-    play_protected(armed("b", &point), |scene, client| {
+    // Host b stands still before its guest runs.
+    let won = Moment::new();
+    play_protected(armed("b", &won.action("before-activation", "1*")), |scene, client| {
         in_lockstep(scene, "a")?;
         scene.shell()?.start(TICKS)?;
         let standby = scene.host("b")?.qemu_pid(VM)?;
         scene.lab().cut("b")?;
-        wait_for("host b to win the VM", LIMIT, || Ok(won.exists().then_some(())))?;
+        won.await_reached()?;
         scene.await_kept("a")?;
         let said = await_silence(scene, "a")?;
         scene.host_mut("b")?.kill(Part::Process(standby))?;
-        std::fs::remove_file(&won)?;
+        won.end()?;
         await_service(&client)?;
         wait_for("the guest to say something again", LIMIT, || {
             Ok((console_of(scene, "a")?.len() > said).then_some(()))

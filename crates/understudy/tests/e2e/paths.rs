@@ -3,7 +3,7 @@
 
 use crate::stage::{
     Calm, HOLE_BYTES, LIMIT, PACE, await_service, has_backup, options, play, play_protected,
-    protection, prove_survival,
+    protect_when_taken, protection, prove_survival,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -116,10 +116,7 @@ fn a_path_that_carries_heartbeats_alone_is_left_for_the_other() {
         ensure!(scene.status("a")?["generation"] == 1, "ownership has changed");
         // Protected anew, over the addresses in their order, it takes the sound one as well.
         scene.host("a")?.call(["unprotect", VM])?;
-        wait_for("protection over the sound path", LIMIT, || {
-            Ok(scene.protect("a", "b").is_ok().then_some(()))
-        })?;
-        scene.await_protected("a", |_| ())?;
+        protect_when_taken(scene)?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
     });

@@ -5,7 +5,7 @@ use crate::refusals::log_of;
 use crate::snapshot::{json, store};
 use crate::stage::{
     LIMIT, await_forgotten, await_service, close, hand_over, play, protection, prove_disk,
-    prove_survival, refusal,
+    prove_survival, refusal, restart_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -186,8 +186,7 @@ fn a_guest_whose_next_keeper_dies_is_taken_up_by_a_further_one_of_the_next_daemo
         let (_, words) =
             refusal(scene.host("a")?, &["vm", "start", &scene.definition().to_string_lossy()])?;
         ensure!(words.contains("between two keepers"), "{words}");
-        scene.host_mut("a")?.kill_daemon()?;
-        scene.revive("a")?;
+        restart_daemon(scene, "a")?;
         await_standstill(scene)?;
         dying.no_more()?;
         await_service(&client)?;
@@ -277,8 +276,8 @@ fn a_keeper_is_not_replaced_by_one_that_does_not_speak_with_the_agent_in_its_qem
     });
 }
 
-/// For how long the guest stood still while its keeper was replaced so many times, in milliseconds, by the events.
-fn replace_again_and_again(scene: &Scene, times: usize, is_protected: bool) -> Result<Vec<u64>> {
+/// Prints for how long the guest stood still while its keeper was replaced so many times.
+fn replace_again_and_again(scene: &Scene, times: usize, is_protected: bool) -> Result<()> {
     let mut stood_still = Vec::new();
     for _ in 0..times {
         let before = answered(scene)?;
@@ -298,7 +297,7 @@ fn replace_again_and_again(scene: &Scene, times: usize, is_protected: bool) -> R
     eprintln!(
         "{kind}: the guest stood still for {median} ms at the median of {times}, {worst} at most: {stood_still:?}"
     );
-    Ok(stood_still)
+    Ok(())
 }
 
 /// Prints what docs/SPECIFICATION.md has.
@@ -372,12 +371,6 @@ impl Installed {
         }
         Ok(())
     }
-}
-
-/// The daemon of a host is another program from now on; its keepers run on.
-pub fn restart_daemon(scene: &mut Scene, host: &str) -> Result<()> {
-    scene.host_mut(host)?.kill_daemon()?;
-    scene.revive(host)
 }
 
 #[test]

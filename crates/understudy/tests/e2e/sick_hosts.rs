@@ -7,7 +7,8 @@ use crate::refusals::log_of;
 use crate::sick_disks::await_no_disk_error;
 use crate::stage::{
     Calm, HOLE_BYTES, LIMIT, PACE, await_degraded, await_service, close, daemon, daemon_passing,
-    fail_over, hand_over, options, play, play_protected, protection, prove_disk, prove_survival,
+    fail_over, hand_over, options, play, play_protected, protect_when_taken, protection,
+    prove_disk, prove_survival,
 };
 use anyhow::{Result, ensure};
 use serde_json::Value;
@@ -108,13 +109,18 @@ fn a_backup_that_gets_heartbeats_and_no_data_is_given_up() {
         await_service(&client)?;
         ensure!(scene.status("a")?["live"] == true, "the primary had the better right");
         scene.lab().limit_frames("b", 1500)?;
-        wait_for("host b to stand by again", LIMIT, || {
-            Ok(scene.protect("a", "b").is_ok().then_some(()))
-        })?;
-        scene.await_protected("a", |_| ())?;
+        protect_when_taken(scene)?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
     });
+}
+
+/// Host b had won the VM of host a, and handed it back to the same QEMU.
+fn was_handed_back(scene: &Scene, qemu: u32) -> Result<()> {
+    let status = scene.status("a")?;
+    ensure!(status["generation"] == 3, "won, and handed back: {status}");
+    ensure!(scene.host("a")?.qemu_pid(VM)? == qemu, "it is another QEMU: {status}");
+    Ok(())
 }
 
 /// Before, the sound guest was ended as soon as the other host had won, and nobody had it.
@@ -130,9 +136,7 @@ fn planned_fail_over_to_a_host_that_cannot(arbiter: ArbiterKind) {
         ensure!(words.contains("goes on here without having lost anything"), "{words}");
         ensure!(words.contains("a test says so"), "{words}");
         await_service(&client)?;
-        let status = scene.status("a")?;
-        ensure!(scene.host("a")?.qemu_pid(VM)? == qemu, "it is another QEMU: {status}");
-        ensure!(status["generation"] == 3, "won, and handed back: {status}");
+        was_handed_back(scene, qemu)?;
         scene.protect("a", "b")?;
         scene.await_protected("a", |_| ())?;
         hand_over(scene.host("a")?, VM)?;
@@ -156,30 +160,24 @@ fn with_etcd_a_planned_fail_over_to_a_host_that_cannot_start_it_loses_nothing() 
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_guest_that_lost_the_contest_goes_on_where_the_winner_could_not_start_it() {
-    let directory = tempfile::tempdir().expect("a directory for the test");
-    // There while host b stands still before its guest runs.
-    let won = directory.path().join("won");
-    let point = format!("before-activation=1*return({})", won.display());
+    // Host b stands still before its guest runs.
+    let won = Moment::new();
+    let point = won.action("before-activation", "1*");
     play_protected(with_fail_point("b", point), |scene, client| {
         let qemu = scene.host("a")?.qemu_pid(VM)?;
         let standby = scene.host("b")?.qemu_pid(VM)?;
         scene.lab().cut("b")?;
-        wait_for("host b to win the VM", LIMIT, || Ok(won.exists().then_some(())))?;
+        won.await_reached()?;
         let output = scene.host("b")?.cli(["status", VM])?;
         let words = String::from_utf8_lossy(&output.stdout).into_owned();
         ensure!(words.contains("has not started it yet"), "`status` said {words}");
         ensure!(output.status.code() == Some(3), "`status` ended with {}", output.status);
         scene.host_mut("b")?.kill(Part::Process(standby))?;
-        fs::remove_file(&won)?;
+        won.end()?;
         await_service(&client)?;
-        let status = scene.status("a")?;
-        ensure!(status["generation"] == 3, "won, and handed back: {status}");
-        ensure!(scene.host("a")?.qemu_pid(VM)? == qemu, "it is another QEMU: {status}");
+        was_handed_back(scene, qemu)?;
         scene.lab().heal("b")?;
-        wait_for("host b to stand by again", LIMIT, || {
-            Ok(scene.protect("a", "b").is_ok().then_some(()))
-        })?;
-        scene.await_protected("a", |_| ())?;
+        protect_when_taken(scene)?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
     });
@@ -197,14 +195,9 @@ fn a_guest_goes_on_where_the_winner_does_not_come_to_write_its_record() {
         recording.await_reached()?;
         scene.lab().heal("b")?;
         await_service(&client)?;
-        let status = scene.status("a")?;
-        ensure!(status["generation"] == 3, "won, and handed back: {status}");
-        ensure!(scene.host("a")?.qemu_pid(VM)? == qemu, "it is another QEMU: {status}");
+        was_handed_back(scene, qemu)?;
         recording.end()?;
-        wait_for("host b to stand by again", LIMIT, || {
-            Ok(scene.protect("a", "b").is_ok().then_some(()))
-        })?;
-        scene.await_protected("a", |_| ())?;
+        protect_when_taken(scene)?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
     });
@@ -215,26 +208,23 @@ fn a_guest_goes_on_where_the_winner_does_not_come_to_write_its_record() {
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_grant_that_comes_too_late_is_returned() {
-    let directory = tempfile::tempdir().expect("a directory for the test");
-    // There while the arbiter's answer is on its way to host b.
-    let answered = directory.path().join("answered");
-    let point = format!("before-verdict=1*return({})", answered.display());
+    // The arbiter's answer is on its way to host b.
+    let answered = Moment::new();
+    let point = answered.action("before-verdict", "1*");
     play_protected(with_fail_point("b", point), |scene, client| {
         let qemu = scene.host("a")?.qemu_pid(VM)?;
         let standby = scene.host("b")?.qemu_pid(VM)?;
         scene.lab().cut("b")?;
-        wait_for("the arbiter to answer", LIMIT, || Ok(answered.exists().then_some(())))?;
+        answered.await_reached()?;
         let kept = scene.await_kept("a")?;
         ensure!(kept["live"] == false, "{kept}");
         scene.host_mut("b")?.kill(Part::Process(standby))?;
         wait_for("host b to give up", LIMIT, || {
             Ok(log_of(scene, "b")?.contains("forgetting the VM").then_some(()))
         })?;
-        fs::remove_file(&answered)?;
+        answered.end()?;
         await_service(&client)?;
-        let status = scene.status("a")?;
-        ensure!(status["generation"] == 3, "won, and handed back: {status}");
-        ensure!(scene.host("a")?.qemu_pid(VM)? == qemu, "it is another QEMU: {status}");
+        was_handed_back(scene, qemu)?;
         let log = log_of(scene, "b")?;
         ensure!(!log.contains("taking over at epoch"), "it was not too late: {log}");
         let acked = close(client)?;

@@ -7,7 +7,7 @@ use crate::sick_disks::{FLUSHES, await_hung_flush, await_more_flushes, flushed};
 use crate::sick_hosts::Hanging;
 use crate::stage::{
     Calm, LIMIT, await_degraded, await_forgotten, daemon, daemon_passing, hand_over, options, play,
-    refusal, refused,
+    refusal, refused, restart_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -212,8 +212,7 @@ fn a_vm_with_a_keeper_is_snapshotted_whether_protected_or_not() {
         let sums = busy(scene, &mut shell)?;
         let take = ["vm", "snapshot", VM, "--trace", "1", "--store", &store];
         ensure!(json(scene, "a", &take)?["number"] == 1, "it is not the first");
-        scene.host_mut("a")?.kill_daemon()?;
-        scene.revive("a")?;
+        restart_daemon(scene, "a")?;
         let second = json(scene, "a", &take)?;
         ensure!(second["number"] == 2, "{second}");
         scene.protect("a", "b")?;

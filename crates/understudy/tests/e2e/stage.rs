@@ -206,6 +206,20 @@ pub fn await_degraded(scene: &Scene, host: &str) -> Result<String> {
     })
 }
 
+/// A host's daemon dies, and the next one finds what has run on.
+pub fn restart_daemon(scene: &mut Scene, host: &str) -> Result<()> {
+    scene.host_mut(host)?.kill_daemon()?;
+    scene.revive(host)
+}
+
+/// Protects the guest of host a to host b, once that takes it: what it had of it may take a moment to end.
+pub fn protect_when_taken(scene: &Scene) -> Result<()> {
+    wait_for("host b to stand by again", LIMIT, || {
+        Ok(scene.protect("a", "b").is_ok().then_some(()))
+    })?;
+    scene.await_protected("a", |_| ()).map(drop)
+}
+
 /// Begins to protect a VM of `host` by these further words of `protect`, and waits until it is.
 pub fn protect(host: &HostProcess, vm: &str, words: &[&str]) -> Result<()> {
     host.call([&["protect", vm, "--no-wait"], words].concat())?;

@@ -6,7 +6,8 @@
 use crate::deaths::{await_rounds, unharmed};
 use crate::refusals::quick;
 use crate::stage::{
-    Calm, LIMIT, LOAD_PACE, await_degraded, options, play, play_protected, prove_survival,
+    Calm, LIMIT, LOAD_PACE, await_degraded, options, play, play_protected, protect_when_taken,
+    prove_survival,
 };
 use anyhow::{Context, Result, ensure};
 use std::time::{Duration, Instant};
@@ -77,10 +78,7 @@ fn backups_stall(part: Part) {
             })?;
             await_rounds(bulk, 5)?;
             ensure!(silence.count()? == 0, "the stalled backup sent something");
-            wait_for("host b to stand by again", LIMIT, || {
-                Ok(scene.protect("a", "b").is_ok().then_some(()))
-            })?;
-            scene.await_protected("a", |_| ())?;
+            protect_when_taken(scene)?;
             await_rounds(bulk, 5)?;
         }
         scene.host_mut("a")?.kill_everything()?;

@@ -1,10 +1,10 @@
 //! Hosts of two versions: the one before this is built from its commit, and both protect VMs to each other.
 
 use crate::keepers::{kept, with_keepers};
-use crate::replaced_keepers::{Installed, await_protected_again, restart_daemon};
+use crate::replaced_keepers::{Installed, await_protected_again};
 use crate::stage::{
     self, Calm, LIMIT, PACE, await_service, close, daemon, options, play, play_protected,
-    prove_survival,
+    prove_survival, restart_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
