@@ -170,6 +170,10 @@ impl AgentPauser {
         let pauser = AgentPauser::of(page, bell, socket, timeout, blocks)?;
         // Numbers go on where the process before left off.
         pauser.probe.store(pauser.page.echo.load(Ordering::Acquire), Ordering::Relaxed);
+        // A process of an older version may have left the order of a pause that was refused.
+        if pauser.page.answer.get() == Answer::Refused as u32 {
+            pauser.page.give(Order::Stay);
+        }
         Ok(pauser)
     }
 
@@ -315,6 +319,8 @@ impl<'p> AgentPause<'p> {
         match answer {
             Answer::Refused => {
                 self.is_due = false;
+                // The next ring of the bell, for a probe or the log, would be one for a pause.
+                self.pauser.page.give(Order::Stay);
                 Ok(None)
             }
             // It may be further by now.

@@ -215,8 +215,9 @@ pub fn run(
     }
     if let Some(reads) = &recording.reads {
         reads.close();
-        reads::forget(machine);
     }
+    // Output may have been opened before the log began, and what that forgot withheld again.
+    reads::forget(machine);
     // Before QEMU is asked anything else: it may be waiting for room in the log.
     let freed = release(machine);
     if followed.is_ok() && machine.is_alive() {
