@@ -37,8 +37,12 @@ impl Failing {
     }
 
     pub fn daemon(&self) -> HostOptions {
-        let point = format!("{}=return({})", self.point, self.file.display());
-        daemon_passing(point)
+        daemon_passing(self.points())
+    }
+
+    /// What a daemon's fail points are to be.
+    pub fn points(&self) -> String {
+        format!("{}=return({})", self.point, self.file.display())
     }
 
     pub fn begin(&self) -> Result<()> {
