@@ -218,6 +218,16 @@ impl Arbiter {
         }
     }
 
+    /// The last renewals of all owners of a VM that kept a lease, oldest generation first, but for those that were withdrawn.
+    pub fn renewals(&self, vm: &VmName) -> Result<Vec<(Generation, Renewal)>, Unreachable> {
+        let _lent = lend();
+        self.identify()?;
+        match &self.kind {
+            Kind::File(arbiter) => arbiter.renewals(vm.into()),
+            Kind::Etcd(arbiter) => arbiter.renewals(vm.into()),
+        }
+    }
+
     /// Renews or withdraws the lease of a VM that this host owns at `of`, then reads whether it
     /// does. Whoever takes the VM meanwhile sees, after it has, that the lease has changed.
     pub fn tend(

@@ -41,8 +41,8 @@ pub(crate) struct Past {
     record: Option<Record>,
     /// A host that has a copy of it, or had one.
     pub peer: Option<HostName>,
-    /// The lease of its former owner, as it was when it was over.
-    lease: Option<FormerLease>,
+    /// The leases of its former owners, as they were when they were over.
+    lease: FormerLease,
     /// How it is to be protected; none if its operator is to say so again.
     pub wish: Option<Wish>,
 }
@@ -55,7 +55,7 @@ impl Past {
     }
 
     /// The same after the wait for its former owner.
-    pub fn after(self, lease: Option<FormerLease>) -> Past {
+    pub fn after(self, lease: FormerLease) -> Past {
         Past { lease, ..self }
     }
 
@@ -78,6 +78,18 @@ impl Past {
     fn former_backup(&self) -> Option<String> {
         let wish = self.record.as_ref()?.wish.as_ref()?;
         self.wish.is_none().then(|| wish.to.clone())
+    }
+}
+
+/// A VM that is about to be claimed here.
+pub(crate) struct Starting<'a> {
+    host: &'a Host,
+    vm: VmName,
+}
+
+impl Drop for Starting<'_> {
+    fn drop(&mut self) {
+        self.host.starting.lock().remove(&self.vm);
     }
 }
 
@@ -179,12 +191,13 @@ impl Host {
         let machine = self.launch(plan).map_err(|error| failed("cannot start the VM", &error))?;
         sync_images(&machine).map_err(|error| failed("cannot start the VM", &error))?;
         // Everything works: only now the arbiter's record changes.
+        let _starting = self.begin_start(&name);
         self.note_claim(&name, &past)?;
         let generation = self.take_ownership(&name, past.newest)?;
         fail::fail_point!("claimed", |_| {
             Err(failed("cannot start the VM", &anyhow::anyhow!("a test says so")))
         });
-        past.lease.as_ref().map_or(Ok(()), |lease| self.check_former(&name, lease))?;
+        self.check_former(&name, &past.lease)?;
         self.note_active(&machine, generation, &past, &run_dir)?;
         machine.settle_tpm().map_err(|error| failed("cannot start the VM", &error))?;
         let former_backup = past.former_backup();
@@ -194,6 +207,13 @@ impl Host {
         machine.ensure_running().map_err(|error| failed("cannot start the guest", &error))?;
         vm.events.record(EventKind::Started);
         Ok(Vm::Primary(vm).status())
+    }
+
+    /// Has whoever asks this host about a VM hear that it is about to claim it, until it runs or comes to nothing: a host
+    /// that finds the claim at the arbiter, and nobody who runs the VM, would claim it in its turn.
+    pub(crate) fn begin_start(&self, vm: &VmName) -> Starting<'_> {
+        self.starting.lock().insert(vm.to_owned());
+        Starting { host: self, vm: vm.to_owned() }
     }
 
     /// Notes that this host, whose images are the newest, is about to claim the VM: should nothing come of it they

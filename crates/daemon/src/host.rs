@@ -22,7 +22,7 @@ use crate::vm::{PrimaryVm, Vm};
 use crate::{
     arbiter_watch, bridges, expiry, gate, keeper, lease, memory_pressure, strangers, webhook,
 };
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
@@ -77,6 +77,8 @@ pub struct Host {
     pub(crate) presences: Common<BTreeMap<VmName, Weak<()>>>,
     /// Held while a VM is added, so that two cannot take one name.
     pub(crate) adding: Common<()>,
+    /// VMs that it is about to claim; changed under `adding`.
+    pub(crate) starting: Common<BTreeSet<VmName>>,
     /// VMs that it is about to back up; changed under `adding`.
     pub(crate) arrivals: Arrivals,
     /// Connections of hosts that are not known yet.
@@ -141,6 +143,7 @@ impl Host {
         strangers::tell(&records, &host.config.name);
         lost::start(&host, &records).map_err(internal)?;
         orphans.into_iter().for_each(|orphan| host.take_back(orphan));
+        host.look_after_unread().map_err(internal)?;
         autostart::start(&host, records).map_err(internal)?;
         info!("host {} listens on {:?}", host.config.name, host.config.listen);
         Ok(host)
@@ -233,6 +236,7 @@ impl Host {
             vms: Common::default(),
             presences: Common::default(),
             adding: Common::default(),
+            starting: Common::default(),
             arrivals: Arrivals::default(),
             lobby: Arc::default(),
             protecting: Common::default(),
@@ -268,7 +272,7 @@ impl Host {
 
     /// One VM's status.
     pub fn vm_status(&self, name: &VmName) -> Result<VmStatus, HostError> {
-        match self.status_between_keepers(name) {
+        match self.status_of_untold(name) {
             Some(status) => Ok(self.complete(status)),
             None => Ok(self.complete(self.vm(name)?.status())),
         }
@@ -314,6 +318,7 @@ impl Host {
             .chain(qemu)
             .chain(self.problems_of_cards())
             .chain(self.problems_of_the_lost())
+            .chain(self.problems_of_orphans())
             .collect()
     }
 
@@ -333,9 +338,9 @@ impl Host {
     pub fn status(&self) -> HostStatus {
         let known = self.vms.lock().clone();
         let vms = self.all_just_lost(&known).into_iter().chain(known.into_values());
-        let between = self.orphans.between_keepers();
+        let between = self.orphans.untold();
         let between = between.iter().filter(|vm| self.keeper_of(vm).is_none());
-        let between = between.filter_map(|vm| self.status_between_keepers(vm));
+        let between = between.filter_map(|vm| self.status_of_untold(vm));
         HostStatus {
             name: self.config.name.clone(),
             version: env!("CARGO_PKG_VERSION").to_owned(),

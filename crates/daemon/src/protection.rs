@@ -253,7 +253,7 @@ impl Host {
 
     pub(crate) fn plan_protection(
         self: &Arc<Self>,
-        vm: &PrimaryVm,
+        vm: &Arc<PrimaryVm>,
         request: &ProtectRequest,
     ) -> Result<primary::Plan, HostError> {
         let invalid = |message: String| Err(HostError::new(ErrorKind::Invalid, message));
@@ -303,6 +303,7 @@ impl Host {
             qemu_timeout: self.config.detection.qemu,
             arbiter,
             ask_winner: hand_back::asking(self),
+            tell_sick: repair::hearing_of_sick(self, vm),
             qemu: self.release_of(&machine),
             session: resync::fresh_session(&self.config.name, &definition.name)
                 .map_err(internal)?,

@@ -16,13 +16,15 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tracing::{error, info};
 use understudy_protocol::repair::{Repair, RepairAction, RepairEvent, RepairPhase};
-use understudy_protocol::{Time, VmName};
+use understudy_protocol::{HostName, Time, VmName};
 use understudy_qemu::CpuNeeds;
 use understudy_replication::clock;
 use understudy_replication::membership::GroupMembers;
 use understudy_replication::moments::strike;
+use understudy_replication::primary::TellSick;
 use understudy_report::ProtectRequest;
 use understudy_report::events::{EventKind, VmEvents};
+use understudy_session::primary::Event;
 use understudy_threads::{Mutex, spawn};
 use understudy_threads::{lock, within};
 
@@ -115,6 +117,15 @@ impl Repairer {
         true
     }
 
+    /// The backup has not been able to take over for long; whether another one is to be looked for.
+    fn sick(&self, peer: &HostName, reason: &str) -> bool {
+        let wanted = self.wanted().is_some_and(|wish| wish.followed_by(&self.vm).is_none());
+        if wanted {
+            self.tell(RepairEvent::Sick(peer.clone(), reason.to_owned()));
+        }
+        wanted
+    }
+
     /// What is to be restored, if anything is.
     fn wanted(&self) -> Option<Wish> {
         self.wish().filter(|wish| self.enabled && wish.request.repair)
@@ -159,7 +170,7 @@ impl Repairer {
         }
         let core = &lock(&self.state).core;
         let detail = match core.phase() {
-            RepairPhase::Idle => return None,
+            RepairPhase::Idle | RepairPhase::Replacing(_) => return None,
             RepairPhase::Surveying => "asking the hosts".to_owned(),
             RepairPhase::Attempting(host) => format!("trying {host}"),
             RepairPhase::Waiting(until) => {
@@ -203,6 +214,7 @@ impl Repairer {
         own && match lock(&self.state).core.phase() {
             // It is wanted, and not protected: the loss is about to be heard of.
             RepairPhase::Idle | RepairPhase::Surveying | RepairPhase::Attempting(_) => true,
+            RepairPhase::Replacing(_) => false,
             RepairPhase::Waiting(until) => *until - clock::now() < SOON,
         }
     }
@@ -233,6 +245,17 @@ pub(crate) fn restore(host: &Arc<Host>, vm: &Arc<PrimaryVm>, reason: &str) -> bo
         start(host, vm);
     }
     wanted
+}
+
+/// What hears of a VM's backup that has not been able to take over for long. It waits for nothing.
+pub(crate) fn hearing_of_sick(host: &Arc<Host>, vm: &Arc<PrimaryVm>) -> TellSick {
+    let (host, vm) = (Arc::downgrade(host), Arc::downgrade(vm));
+    Box::new(move |peer, reason| {
+        let (Some(host), Some(vm)) = (host.upgrade(), vm.upgrade()) else { return };
+        if vm.repairer.sick(peer, reason) {
+            start(&host, &vm);
+        }
+    })
 }
 
 /// Sees to a VM's protection until it is protected, unless somebody does.
@@ -293,6 +316,7 @@ fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, event: RepairEvent) -> Option
                     let found = host.survey(&name, &needs);
                     events.push_back(RepairEvent::Surveyed(found));
                 }
+                RepairAction::Replace(reason) => host.give_backup_up(&*weak.upgrade()?, reason),
                 RepairAction::Attempt(to) => {
                     info!(vm = %name, "looking for a backup: trying host {to}");
                     if let Err(error) = host.protect_again(&weak.upgrade()?, &to) {
@@ -304,6 +328,20 @@ fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, event: RepairEvent) -> Option
         }
     }
     Some(())
+}
+
+impl Host {
+    /// Has a VM give up its backup, which lives, if the arbiter would let this host go on alone.
+    fn give_backup_up(&self, vm: &PrimaryVm, reason: String) {
+        let owns = self.arbiter.as_ref().map(|arbiter| arbiter.owns(vm.name(), vm.generation()));
+        match (owns, vm.active_session()) {
+            (Some(Ok(true)), Some(session)) => {
+                info!(vm = %vm.name(), "its backup is given up: {reason}");
+                session.event(Event::Replace(reason));
+            }
+            (owns, _) => info!(vm = %vm.name(), "its backup stays; the arbiter: {owns:?}"),
+        }
+    }
 }
 
 /// What a host must have to back the VM up, and its group. What else speaks against one of its

@@ -118,6 +118,8 @@ mutants! {
     TakeAtOnce,
     /// Where no host takes the VM now, no host is asked again.
     GiveUpRepair,
+    /// A backup that could not take over keeps its place for good.
+    KeepTheSick,
     /// An attempt to protect the VM that failed is not followed by another.
     StayWithAttempt,
     /// A mirror counts as an image that the guest ran on.

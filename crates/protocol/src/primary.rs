@@ -235,6 +235,11 @@ impl Primary {
             PrimaryEvent::Tick => self.tick(now, actions),
             PrimaryEvent::Verdict(verdict) => self.verdict(now, verdict, actions),
             PrimaryEvent::CapturedLast => self.captured_last(now, actions),
+            PrimaryEvent::Replace(reason) => {
+                if self.phase == PrimaryPhase::Protected {
+                    self.peer_useless(reason, actions);
+                }
+            }
             PrimaryEvent::Unprotect => self.unprotect(actions),
             PrimaryEvent::StoodDown => self.stood_down(actions),
             PrimaryEvent::LiveElsewhere(generation) => self.live_elsewhere(generation, actions),

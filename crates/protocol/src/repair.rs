@@ -46,6 +46,8 @@ pub enum RepairEvent {
     /// The VM runs on this host alone although it should be protected, for this
     /// reason. Also the end of an attempt that failed.
     Lost(String),
+    /// The VM is protected to this host, which has said for long that it could not take over, for this reason.
+    Sick(HostName, String),
     /// The hosts' answers to a [`RepairAction::Survey`].
     Surveyed(Vec<Candidate>),
     /// The first synchronisation is complete.
@@ -63,6 +65,8 @@ pub enum RepairAction {
     Survey,
     /// Protect the VM to this host.
     Attempt(HostName),
+    /// Give the backup up, for this reason: another host would take the VM.
+    Replace(String),
 }
 
 /// Where the repair stands.
@@ -74,6 +78,8 @@ pub enum RepairPhase {
     Surveying,
     /// Protection to this host is being set up.
     Attempting(HostName),
+    /// Protected to this host, which could not take over: the others are being asked.
+    Replacing(HostName),
     /// No host takes the VM now; the next round is at this time.
     Waiting(Time),
 }
@@ -136,6 +142,7 @@ impl Repair {
     ) {
         match event {
             RepairEvent::Lost(reason) => self.lost(now, jitter, reason, actions),
+            RepairEvent::Sick(host, reason) => self.sick(host, reason, actions),
             RepairEvent::Surveyed(found) => self.surveyed(now, jitter, found, actions),
             RepairEvent::Protected => self.protected(now),
             RepairEvent::Ended => *self = Repair::default(),
@@ -149,7 +156,7 @@ impl Repair {
 
     fn lost(&mut self, now: Time, jitter: u32, reason: String, actions: &mut Vec<RepairAction>) {
         match self.phase.clone() {
-            RepairPhase::Idle => {
+            RepairPhase::Idle | RepairPhase::Replacing(_) => {
                 let stood = self.protected_at.take().map(|since| now - since);
                 self.reason = reason;
                 if stood.is_some_and(|stood| stood < STABLE) {
@@ -160,8 +167,7 @@ impl Repair {
             }
             RepairPhase::Attempting(host) => {
                 self.reason = format!("{host}: {reason}");
-                self.failures.retain(|(other, _)| *other != host);
-                self.failures.push((host, now));
+                self.failed(now, host);
                 if planted!(StayWithAttempt) {
                     return;
                 }
@@ -170,6 +176,38 @@ impl Repair {
             // Said twice.
             RepairPhase::Surveying | RepairPhase::Waiting(_) => {}
         }
+    }
+
+    fn sick(&mut self, host: HostName, reason: String, actions: &mut Vec<RepairAction>) {
+        if self.phase == RepairPhase::Idle {
+            self.phase = RepairPhase::Replacing(host);
+            self.reason = reason;
+            actions.push(RepairAction::Survey);
+        }
+    }
+
+    /// A backup that could not take over is better than none, and than a copy to one that is no better.
+    fn replace(
+        &mut self,
+        now: Time,
+        host: HostName,
+        found: &[Candidate],
+        actions: &mut Vec<RepairAction>,
+    ) {
+        self.phase = RepairPhase::Idle;
+        let would_take = |other: &&Candidate| other.answer.is_ok() && other.host != host;
+        if let Some(other) = found.iter().find(would_take) {
+            let words = format!("host {host} could not take over: {}", self.reason);
+            let other = &other.host;
+            actions.push(RepairAction::Replace(format!("{words}; host {other} would take it")));
+            self.failed(now, host);
+        }
+    }
+
+    /// It comes after all the others for a while.
+    fn failed(&mut self, now: Time, host: HostName) {
+        self.failures.retain(|(other, _)| *other != host);
+        self.failures.push((host, now));
     }
 
     fn survey(&mut self, actions: &mut Vec<RepairAction>) {
@@ -184,6 +222,9 @@ impl Repair {
         found: Vec<Candidate>,
         actions: &mut Vec<RepairAction>,
     ) {
+        if let RepairPhase::Replacing(host) = self.phase.clone() {
+            return self.replace(now, host, &found, actions);
+        }
         if self.phase != RepairPhase::Surveying {
             return;
         }

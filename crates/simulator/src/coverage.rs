@@ -81,6 +81,8 @@ coverage! {
     sick_held_back,
     /// A backup said that it could not take over.
     backups_unfit,
+    /// A backup that could not take over for long was given up for another host.
+    backups_replaced,
     /// A backup that waited for the arbiter let go by its former primary's word.
     let_go,
     /// A standby could not serve any more.

@@ -20,6 +20,9 @@ use understudy_session::primary::{Effect, Event as PrimaryEvent, Lead};
 /// A backup's word on itself counts for so long: less than in the product, as all here.
 const FRESH: Duration = Duration::from_millis(450);
 
+/// A backup that could not take over for so long is replaced: less than in the product, too.
+const SICK: Duration = Duration::from_secs(2);
+
 /// How much later than the bound a beat may come.
 const SLACK: Duration = Duration::from_millis(100);
 
@@ -73,7 +76,8 @@ impl World {
         let Some(dialled) = running.dialling.take() else { return };
         let id = dialled.session;
         let core = Primary::new(running.generation, timeout, now);
-        let mut lead = Lead::new(core, 1, dialled.peer.name(), now).with_freshness(FRESH, now);
+        let lead = Lead::new(core, 1, dialled.peer.name(), now).with_freshness(FRESH, now);
+        let mut lead = lead.with_patience(SICK);
         if lockstep {
             lead.set_pipeline(PIPELINE);
         }
@@ -252,6 +256,12 @@ impl World {
                 }
                 Effect::BackupUnfit(_) => self.coverage.backups_unfit += 1,
                 Effect::BackupFit => {}
+                Effect::BackupSick(reason) => {
+                    if let Some(session) = self.hosts[host.0].session(id) {
+                        let event = RepairEvent::Sick(session.peer.name(), reason);
+                        self.repair_event(host, event);
+                    }
+                }
             }
         }
         if before != after {

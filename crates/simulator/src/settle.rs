@@ -21,7 +21,7 @@ impl World {
         let schedule = &self.schedule;
         let lost = [schedule.never_returns.is_some(), self.lost.is_any()];
         let left = self.hosts.len() - lost.into_iter().filter(|lost| *lost).count();
-        !self.lost.is_hung() && left > 1 && schedule.without_arbiter.is_none()
+        left > 1 && schedule.without_arbiter.is_none()
     }
 
     /// Protection has not come back. Excused only where there is no VM any more,

@@ -12,7 +12,7 @@ mod resumed;
 mod tending;
 mod watchdog;
 
-pub(crate) use contender::{Awaited, Contender};
+pub(crate) use contender::{Awaited, Contender, Tenures};
 pub(crate) use former::FormerLease;
 pub(crate) use watchdog::Watchdog;
 

@@ -6,11 +6,13 @@ use super::restore::Restoring;
 use crate::host::Host;
 use crate::orphans::Orphan;
 use crate::vm::PrimaryVm;
-use anyhow::Context;
+use anyhow::{Context, bail, ensure};
 use serde::{Deserialize, Serialize};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
 use tracing::warn;
 use understudy_cluster::disk_fill::DiskFiller;
 use understudy_cluster::fill::Filler;
@@ -19,8 +21,11 @@ use understudy_cluster::source::Source;
 use understudy_machine::custody::{Custody, OF_RESTORE};
 use understudy_machine::{Adoption, Machine, MachineNote};
 use understudy_memory::MAIN_MEMORY;
-use understudy_protocol::{DiskIndex, Generation};
+use understudy_protocol::{DiskIndex, Generation, LeaseAnswer};
 use understudy_snapshot::{Area, AreaMap, Incarnation, MemberManifest, Page, Store};
+
+/// Before an arbiter that did not answer is asked again.
+const AGAIN: Duration = Duration::from_secs(1);
 
 /// What the next daemon must know.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -113,17 +118,38 @@ impl Host {
         self.snapshots.note_number(&task.group.name, task.number);
         self.rejoin(machine, generation, &RestoreTask { incarnation, ..task.clone() });
         let restoring = Restoring::resumed(self, task, &filler, disks);
+        let vm = self.with_fresh_lease(machine, generation)?;
         let _adding = self.adding.lock();
-        self.add_restored(machine.clone(), generation, &task.id);
+        self.show_primary(&vm);
+        vm.note_restore(&task.id);
         let mut known = self.snapshots.known.lock();
         known.restorings.insert(task.vm().to_owned(), restoring.clone());
         drop(known);
-        let vm = self.primary(task.vm())?;
         machine.open_network(&[], &[]);
         machine
             .wake(move |error| vm.events.note(format!("its QEMU does not answer: {error:#}")))?;
         restoring.go_on();
         Ok(())
+    }
+
+    /// The VM, as soon as the arbiter says that it is this host's: another host may have waited for the end of its lease
+    /// while it stood still, and takes nothing from here on.
+    fn with_fresh_lease(
+        self: &Arc<Self>,
+        machine: &Arc<Machine>,
+        generation: Generation,
+    ) -> anyhow::Result<Arc<PrimaryVm>> {
+        loop {
+            let vm = self.new_primary(machine.clone(), generation, None);
+            let why = match self.resume_lease(&vm) {
+                LeaseAnswer::Own => return Ok(vm),
+                LeaseAnswer::Moved { why, .. } => bail!("{why}"),
+                LeaseAnswer::Unreachable(why) => why,
+            };
+            ensure!(!self.orphans.is_given_up(vm.name()), "nobody wants it any more");
+            self.orphans.note(vm.name(), why);
+            thread::sleep(AGAIN);
+        }
     }
 
     /// It is the member of its group that it was.

@@ -279,7 +279,29 @@ impl Host {
         let current = arbiter.current(Key::Incarnation(group));
         let current =
             current.map_err(|error| HostError::new(ErrorKind::Unreachable, error.to_string()))?;
-        Ok(known.max(Incarnation(current.map_or(0, |owner| owner.generation.0 as u32))))
+        let current = current.map_or(0, |owner| owner.generation.0);
+        Ok(known.max(Incarnation::of(current).ok_or_else(|| worn_out(group))?))
+    }
+
+    /// An error unless an order is of an incarnation that the arbiter has granted: nobody else's can be counted on from.
+    pub(super) fn check_granted(
+        &self,
+        group: &GroupName,
+        incarnation: Incarnation,
+    ) -> Result<(), HostError> {
+        let Some(arbiter) = &self.arbiter else { return Ok(()) };
+        let granted = arbiter.current(Key::Incarnation(group));
+        let granted =
+            granted.map_err(|error| HostError::new(ErrorKind::Unreachable, error.to_string()))?;
+        let granted = granted.map_or(0, |owner| owner.generation.0);
+        if u64::from(incarnation.0) <= granted {
+            return Ok(());
+        }
+        let message = format!(
+            "it is to be restored in incarnation {} of {group}, and the arbiter has granted {granted}",
+            incarnation.0
+        );
+        Err(HostError::new(ErrorKind::Conflict, message))
     }
 
     /// An incarnation that nobody has had. Without an arbiter all is on one host, whose clock will do.
@@ -289,10 +311,22 @@ impl Host {
         saved: Incarnation,
     ) -> Result<Incarnation, HostError> {
         if self.arbiter.is_none() {
-            return Ok(Incarnation((unix_now() as u32).max(saved.0 + 1)));
+            let next = saved.next().ok_or_else(|| worn_out(group))?;
+            let now = Incarnation::of(unix_now()).unwrap_or(next);
+            return Ok(now.max(next));
         }
         let former = self.incarnation_of(group)?.max(saved);
+        former.next().ok_or_else(|| worn_out(group))?;
         let won = self.take_ownership(Key::Incarnation(group), Generation(former.0.into()))?;
-        Ok(Incarnation(won.0 as u32))
+        Incarnation::of(won.0).ok_or_else(|| worn_out(group))
     }
+}
+
+/// A group that, by what some host has said, has been restored more often than can be counted.
+fn worn_out(group: &GroupName) -> HostError {
+    let message = format!(
+        "{group} has no incarnation left that could be counted on: somebody has named one that nobody has won. Remove the \
+         arbiter's record cluster.{group} (docs/FILES.md), with nothing of the group running"
+    );
+    HostError::new(ErrorKind::Conflict, message)
 }

@@ -119,6 +119,13 @@ impl Custody {
         Ok((Custody { custodian, child: None, is_left: false }, estate, descriptors))
     }
 
+    /// Has a custodian end, and its QEMU with it, whatever it keeps.
+    pub fn end(socket: &Path) -> anyhow::Result<()> {
+        let custodian = UnixStream::connect(socket)?;
+        drop(Custody { custodian, child: None, is_left: false });
+        Ok(())
+    }
+
     /// Has the guest stand still from now on; the next one hears for how long it did.
     pub fn stop(&self) -> anyhow::Result<()> {
         (&self.custodian).write_all(&[STOP]).context("the custodian has ended")?;

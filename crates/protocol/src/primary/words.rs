@@ -30,6 +30,8 @@ pub enum PrimaryEvent {
     /// No checkpoint can be taken any more, for this reason, although QEMU lives: whoever cannot
     /// save its guest is not the one to go on with it.
     CannotCapture(String),
+    /// The backup lives, and another host is to be the backup instead, for this reason.
+    Replace(String),
     /// The operator wants no more protection.
     Unprotect,
     /// The backup forgot the VM, after [`PrimaryAction::StandDown`].

@@ -45,6 +45,9 @@ pub use turn::Next;
 use understudy_protocol::HostName;
 use understudy_threads::{Mutex, spawn};
 
+/// Hears which backup has not been able to take over for long, and why. It is called under the state machine's lock.
+pub type TellSick = Box<dyn Fn(&HostName, &str) + Send + Sync>;
+
 use crate::clock;
 use crate::hand_back::AskWinner;
 use crate::handshake::Identity;
@@ -129,6 +132,8 @@ pub struct Plan {
     pub sessions: Vec<String>,
     /// Asks whoever has won the VM, while its guest is kept here.
     pub ask_winner: AskWinner,
+    /// Hears that the backup has not been able to take over for long.
+    pub tell_sick: TellSick,
     /// Where this host notes what its images are.
     pub records: Records,
     /// What the operator asked for.
@@ -201,6 +206,7 @@ pub fn protect(
         diverged: AtomicBool::new(false),
         arbiter: plan.arbiter,
         ask_winner: plan.ask_winner,
+        tell_sick: plan.tell_sick,
         contests,
         group,
         present: Mutex::new(Present::new(Watch::new(&machine)?, machine, recording)),

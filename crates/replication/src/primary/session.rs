@@ -23,6 +23,7 @@ use crate::membership::Membership;
 use crate::messages::ToBackup;
 use crate::moments::strike;
 use crate::paths::PathMonitor;
+use crate::primary::TellSick;
 use crate::records::Records;
 use crate::resync::Basis;
 use crossbeam_channel::Sender;
@@ -109,6 +110,7 @@ pub struct Session {
     pub(super) arbiter: Arbiter,
     /// Asks whoever has won the VM.
     pub(super) ask_winner: AskWinner,
+    pub(super) tell_sick: TellSick,
     pub(super) contests: Sender<Generation>,
 }
 
@@ -227,6 +229,9 @@ impl Session {
             Effect::BackupUnfit(reason) => {
                 let reason = reason.clone();
                 self.events.record(EventKind::BackupUnfit { peer: peer(), reason });
+            }
+            Effect::BackupSick(reason) => {
+                self.group.each(|member| (member.tell_sick)(&member.peer, reason));
             }
             Effect::BackupFit => self.events.record(EventKind::BackupFit { peer: peer() }),
             Effect::GiveUp(reason) => {

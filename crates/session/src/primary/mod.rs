@@ -8,7 +8,7 @@ mod due;
 mod standing;
 
 pub use due::{Asked, Guests, next_step};
-pub use standing::FRESH;
+pub use standing::{FRESH, SICK};
 
 use crate::Place;
 use crate::hand_back::WinnersWord;
@@ -47,6 +47,8 @@ pub enum Event {
     Verdict(Verdict, WinnersWord),
     /// The operator wants a planned fail-over.
     HandOver,
+    /// Another host is to be the backup instead of this one, for this reason.
+    Replace(String),
     /// The operator wants no more protection.
     Unprotect,
     /// The backup has forgotten a member.
@@ -70,6 +72,8 @@ pub enum Effect {
     BackupUnfit(String),
     /// It could take over again.
     BackupFit,
+    /// It has not been able to for long, for this reason: another host should be the backup, if there is one.
+    BackupSick(String),
     /// The backup is to go on with a guest that is sick, for this reason.
     GiveUp(String),
     /// It could not, for this reason: there is nothing better than to wait.
@@ -114,6 +118,11 @@ impl Lead {
     /// The same, for which a backup's word on itself counts for so long.
     pub fn with_freshness(self, fresh: Duration, now: Time) -> Lead {
         Lead { standing: Standing::new(fresh, now), ..self }
+    }
+
+    /// The same, for which a backup is to be replaced that could not take over for so long.
+    pub fn with_patience(self, sick: Duration) -> Lead {
+        Lead { standing: self.standing.lasting_after(sick), ..self }
     }
 
     /// So many epochs may be captured and not acknowledged, from now on.
@@ -167,7 +176,18 @@ impl Lead {
                 }
             }
             Event::Headway(headway) => self.decide(now, PrimaryEvent::Headway(headway), effects),
-            Event::Tick => self.decide(now, PrimaryEvent::Tick, effects),
+            Event::Tick => {
+                self.decide(now, PrimaryEvent::Tick, effects);
+                if *self.core.phase() == PrimaryPhase::Protected {
+                    effects.extend(self.standing.lasting(now).map(Effect::BackupSick));
+                }
+            }
+            // It may be well again.
+            Event::Replace(reason) => {
+                if self.obstacle(now).is_some() {
+                    self.decide(now, PrimaryEvent::Replace(reason), effects);
+                }
+            }
             Event::Verdict(verdict, word) => self.verdict(now, verdict, word, effects),
             Event::HandOver => self.hand_over = true,
             Event::Unprotect => self.decide(now, PrimaryEvent::Unprotect, effects),

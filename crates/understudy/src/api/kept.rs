@@ -85,9 +85,7 @@ impl Routed {
         let ask = || ask(&keeper.vm, keeper.reachable()?, |client| client.vm_status(&keeper.vm));
         match ask() {
             Ok(status) => Some(VmStatus { keeper_pid: keeper.pid, ..status }),
-            Err(_) if self.0.is_between_keepers(&keeper.vm) => {
-                self.0.status_between_keepers(&keeper.vm)
-            }
+            Err(_) if self.0.is_between_keepers(&keeper.vm) => self.0.status_of_untold(&keeper.vm),
             // It has just been started, or is about to end.
             Err(error) if error.kind == ErrorKind::NotFound => None,
             Err(_) if self.0.keeper_of(&keeper.vm).is_none() => None,

@@ -112,6 +112,7 @@ fn a_late_renewal(etcd: &str) -> Result<()> {
     let (relay, address) = Relay::start(etcd.trim_start_matches("http://"))?;
     let endpoints = vec![format!("http://{address}"), etcd.to_owned()];
     let config = EtcdConfig { endpoints, prefix: "/understudy".to_owned(), tls: None };
+    let cluster = understudy_arbiter::Etcd::new(&config)?;
     let config = ArbiterConfig::Etcd(config);
     let (vm, of): (VmName, _) = (literal("db"), Generation(1));
     let renewal = |mark| Renewal { host: literal("a"), length_ms: 15_000, mark };
@@ -138,6 +139,23 @@ fn a_late_renewal(etcd: &str) -> Result<()> {
         tend(LeaseErrand::Withdraw, late)?;
         relay.release()?;
         written(None)?;
+        // Before, a `null` was left, which another version of Understudy could not read.
+        let left = cluster.get::<serde_json::Value>("/leases/db/1")?;
+        ensure!(left.is_none(), "the withdrawn lease is {left:?}");
+        // A withdrawal that comes behind another one, and a renewal, leaves that.
+        relay.set(Kept::Next);
+        tend(LeaseErrand::Withdraw, late)?;
+        tend(LeaseErrand::Renew, late)?;
+        relay.release()?;
+        written(Some(late))?;
+        let of_all = arbiter.renewals(&vm)?;
+        ensure!(of_all == [(of, renewal(late))], "{of_all:?}");
+        tend(LeaseErrand::Withdraw, late)?;
+        // So did the version before this one.
+        ensure!(cluster.swap("/leases/db/1", 0, &None::<Renewal>)?);
+        written(None)?;
+        ensure!(arbiter.renewals(&vm)?.is_empty());
+        tend(LeaseErrand::Withdraw, late)?;
     }
     Ok(())
 }

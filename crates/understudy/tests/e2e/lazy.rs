@@ -3,10 +3,15 @@
 
 use crate::refusals::says;
 use crate::snapshot::{busy, json, number, prove_restored, small, store};
-use crate::stage::{Calm, LIMIT, await_forgotten, daemon, daemon_passing, play, refusal, vms};
+use crate::stage::{
+    Calm, LIMIT, await_forgotten, daemon, daemon_passing, options, play, refusal, vms,
+};
 use anyhow::{Context, Result, ensure};
 use std::fs;
-use std::path::PathBuf;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::thread;
 use tempfile::TempDir;
 use understudy_lab::scene::VM;
 use understudy_lab::{HostOptions, Scene, SceneOptions, wait_for};
@@ -321,6 +326,47 @@ fn prove_refusals(scene: &Scene, restore: &[&str]) -> Result<()> {
     says(&words, &["host b", "outlived this host's last daemon"])?;
     let (_, words) = refusal(scene.host("b")?, &["status", VM])?;
     says(&words, &["is being taken back"])
+}
+
+/// Before, the guest was ended, and only the log said so.
+#[test]
+fn a_guest_of_which_the_next_daemon_can_read_nothing_is_in_status_until_it_is_ended() {
+    play(options().calm(), |scene| {
+        scene.host_mut("b")?.kill_daemon()?;
+        let directory = scene.host("b")?.directory().join("state").join(VM);
+        fs::create_dir_all(&directory)?;
+        let custodian = directory.join("custodian");
+        let listener = UnixListener::bind(&custodian)?;
+        let ended = thread::spawn(move || keep_what_nobody_reads(&listener, &custodian));
+        scene.revive("b")?;
+        let output = scene.host("b")?.cli(["status", VM])?;
+        let words = String::from_utf8_lossy(&output.stdout).into_owned();
+        ensure!(output.status.code() == Some(3), "`status` ended with {}", output.status);
+        says(&words, &["outlived this host's last daemon", "vm stop", "--force"])?;
+        let words = scene.host("b")?.cli(["status"])?.stdout;
+        says(&String::from_utf8_lossy(&words), &["WRONG", VM, "cannot be read by this version"])?;
+        let definition = scene.definition().display().to_string();
+        let (_, words) = refusal(scene.host("b")?, &["vm", "start", &definition])?;
+        says(&words, &["outlived this host's last daemon"])?;
+        scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
+        ended.join().expect("a custodian")?;
+        await_forgotten(scene, "b")
+    });
+}
+
+/// What a custodian does whose text is of a version to come, until it is told to end.
+fn keep_what_nobody_reads(listener: &UnixListener, socket: &Path) -> Result<()> {
+    for daemon in listener.incoming() {
+        let mut daemon = daemon?;
+        // Whoever only wants it to end does not read.
+        let _ = daemon.write_all(&[2, 0, 0, 0, 0, 0, 0, 0, b'{', b'}']);
+        let mut word = [0];
+        if daemon.read(&mut word)? == 1 {
+            ensure!(word == *b"e", "it was told {word:?}");
+            return Ok(fs::remove_file(socket)?);
+        }
+    }
+    Ok(())
 }
 
 /// The operator says that host b is down for good, and it is not: its copy ends.

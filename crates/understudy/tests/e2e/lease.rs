@@ -346,6 +346,36 @@ fn a_restore_by_force_waits_until_a_silent_host_lets_nothing_out() {
     });
 }
 
+/// Before, the second one found its own host, or nobody, to be the owner, and waited for no lease: the silent host's guest could
+/// still answer.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_second_restore_by_force_waits_as_the_first_did() {
+    let mut options = short(ArbiterKind::File);
+    let daemon = options.daemons.get_mut("b").expect("a host");
+    daemon.environment.push(("FAILPOINTS".to_owned(), "restore-claimed=1*return".to_owned()));
+    play_protected(options, |scene, client| {
+        let store = store(scene);
+        scene.host("a")?.call(["vm", "snapshot", VM, "--store", &store])?;
+        unprotect(scene)?;
+        await_lease(scene)?;
+        await_service(&client)?;
+        client.abandon();
+        scene.host("a")?.pause()?;
+        let restore = ["vm", "restore", VM, "--store", &store, "--force"];
+        let (_, words) = refusal(scene.host("b")?, &restore)?;
+        ensure!(words.contains("a test says so"), "{words}");
+        let asked = Instant::now();
+        scene.host("b")?.call(restore)?;
+        ensure!(asked.elapsed() > LENGTH, "the second one waited for nobody");
+        scene.await_guest()?;
+        scene.host("a")?.resume()?;
+        scene.await_fenced("a")?;
+        scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
+        Ok(())
+    });
+}
+
 /// Before, an arbiter that did not answer the one question about the owner counted as one that names nobody: no lease
 /// was waited for.
 #[test]
