@@ -14,7 +14,7 @@ use understudy_client::{Client, Failure, FailureKind, Subject};
 use understudy_daemon::Host;
 use understudy_daemon::keeper::Keeper;
 use understudy_protocol::{GroupName, VmName};
-use understudy_qemu::VmDefinition;
+use understudy_qemu::{CheckedDefinition, VmDefinition};
 use understudy_report::cluster::{
     DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
 };
@@ -185,7 +185,7 @@ impl Control for Routed {
     }
     fn vm_start(
         &self,
-        definition: VmDefinition,
+        definition: CheckedDefinition,
         request: StartRequest,
     ) -> Result<VmStatus, HostError> {
         let name = &definition.name;
