@@ -11,6 +11,7 @@ use crate::vm::{PrimaryVm, Vm};
 use anyhow::Context;
 use std::sync::Arc;
 use std::time::Duration;
+use tracing::warn;
 #[cfg(feature = "fail-points")]
 use understudy_machine::home::Home;
 use understudy_machine::{Machine, Plan};
@@ -19,7 +20,7 @@ use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{HostName, VmName};
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::LogRole;
-use understudy_qemu::{Accelerator, ClockBase, CpuNeeds, Role, VmDefinition};
+use understudy_qemu::{Accelerator, CheckedDefinition, ClockBase, CpuNeeds, Role, VmDefinition};
 use understudy_replication::primary;
 use understudy_replication::records::Record;
 use understudy_report::error::{ErrorKind, HostError};
@@ -95,7 +96,10 @@ impl Drop for Starting<'_> {
 
 impl Host {
     /// Starts a VM on this host, unprotected.
-    pub fn vm_start(self: &Arc<Self>, definition: VmDefinition) -> Result<VmStatus, HostError> {
+    pub fn vm_start(
+        self: &Arc<Self>,
+        definition: CheckedDefinition,
+    ) -> Result<VmStatus, HostError> {
         hold_in_a_test(&definition.name);
         let _adding = self.adding.lock();
         self.take_place_to_start(&definition.name)?;
@@ -103,7 +107,7 @@ impl Host {
         let _beginning = self.begin_in_place(&name);
         self.check_free(&definition)?;
         let past = self.check_images(&definition)?;
-        self.boot(definition, past)
+        self.boot(definition.into(), past)
     }
 
     /// Starts a VM on this host as its record says, wherever its images lie by now.
@@ -111,10 +115,10 @@ impl Host {
         let _adding = self.adding.lock();
         self.take_place_to_start(name)?;
         let _beginning = self.begin_in_place(name);
-        let definition = self.recorded_definition(name)?;
+        let definition = self.checked_record(name)?;
         self.check_free(&definition)?;
         let past = self.check_images(&definition)?;
-        self.boot(definition, past)
+        self.boot(definition.into(), past)
     }
 
     /// The VM as it is on this host: its disks are the images that it runs on, or ran on last.
@@ -125,6 +129,17 @@ impl Host {
             Some(Vm::Fenced(_)) | None => {}
         }
         self.recorded_definition(name)
+    }
+
+    /// The VM as its record says, which a version may have written that checked less.
+    fn checked_record(&self, name: &VmName) -> Result<CheckedDefinition, HostError> {
+        CheckedDefinition::try_from(self.recorded_definition(name)?).map_err(|problems| {
+            let message = format!(
+                "{name} is recorded with a definition that no backup and no restore takes: {problems}; correct \
+                 what `understudy vm show {name}` prints, and start it with that: `understudy vm start FILE`"
+            );
+            HostError::new(ErrorKind::Invalid, message)
+        })
     }
 
     pub(crate) fn recorded_definition(&self, name: &VmName) -> Result<VmDefinition, HostError> {
@@ -147,6 +162,11 @@ impl Host {
         if self.is_closing() {
             let message = format!("host {} is shutting down", self.config.name);
             return Err(HostError::new(ErrorKind::Conflict, message));
+        }
+        // What comes up by itself does so all the same: an unprotected guest is more than none.
+        if let Some(problem) = definition.validate().first() {
+            let name = &definition.name;
+            warn!(vm = %name, "it can be neither protected nor snapshotted: {problem}");
         }
         let machine_type = self.machine_type(&definition)?;
         // Pinned, as the machine is: another host, or a later start, may have another default.

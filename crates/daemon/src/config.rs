@@ -46,6 +46,7 @@ pub use groups::Groups;
 use understudy_protocol::{GroupName, HostName};
 pub use understudy_replication::primary::Detection;
 pub use webhook::WebhookUrl;
+pub(crate) use webhook::shown;
 
 use api::RawApi;
 use arbiter::RawArbiter;

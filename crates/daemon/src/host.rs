@@ -5,6 +5,7 @@ use crate::autostart::{self, Awaited};
 use crate::boot::Past;
 use crate::config::{ApiConfig, ArbiterConfig, ClusterConfig, HostConfig};
 use crate::containment::{self, Panics};
+use crate::gate::address;
 use crate::gate::lobby::Lobby;
 use crate::keeper::note::Claim;
 use crate::keeper::places::{Door, Kept};
@@ -122,7 +123,8 @@ impl Host {
     /// Checks the machine, claims the state directory, listens for peers.
     pub fn start(config: HostConfig) -> Result<Arc<Host>, HostError> {
         // Whoever has the addresses and the state directory is this host's daemon: nothing is touched before.
-        let listeners = config.listen.iter().map(gate::bind).collect::<Result<Vec<_>, _>>()?;
+        let listeners =
+            config.listen.iter().map(address::bind_for_peers).collect::<Result<Vec<_>, _>>()?;
         let state_dir = StateDir::take(&config.state_dir, ADDRESS_PATIENCE)?;
         let host = Host::new(config, None, Some(state_dir))?;
         host.refuse_strangers()?;
@@ -319,7 +321,16 @@ impl Host {
             .chain(self.problems_of_cards())
             .chain(self.problems_of_the_lost())
             .chain(self.problems_of_orphans())
+            .chain(self.problems_of_addresses())
             .collect()
+    }
+
+    /// Keepers have none.
+    fn problems_of_addresses(&self) -> Vec<String> {
+        match self.keeps {
+            Some(_) => Vec::new(),
+            None => address::problems(&self.config),
+        }
     }
 
     fn arbiter_problem(&self) -> Option<String> {

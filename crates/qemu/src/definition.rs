@@ -1,5 +1,6 @@
 //! VM definitions: what a user writes about a VM, in TOML.
 
+mod checked;
 mod extra_args;
 mod foreign;
 mod memory_size;
@@ -7,6 +8,7 @@ mod parse;
 mod pci_place;
 mod validate;
 
+pub use checked::{CheckedDefinition, Problems};
 pub use foreign::{BootFilesDiffer, ForeignDefinition};
 pub use memory_size::{MemorySize, MemorySizeError};
 pub use parse::{DefinitionError, LocatedProblem};

@@ -54,7 +54,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use understudy_client::{ErrorBody, Subject};
 use understudy_daemon::containment;
 use understudy_protocol::{GroupName, VmName};
-use understudy_qemu::VmDefinition;
+use understudy_qemu::{CheckedDefinition, VmDefinition};
 use understudy_report::upgrade::{KeeperReplacement, UpgradePlan};
 use understudy_report::{
     CheckpointTiming, ComparisonReport, HostStatus, RecoverReport, StartRequest, VmStatus,
@@ -146,7 +146,7 @@ async fn vm_start(
     body: Body,
 ) -> Answer<VmStatus> {
     let Query(request) = query.map_err(|rejection| invalid(rejection.body_text()))?;
-    let definition = read(body)?;
+    let definition: CheckedDefinition = read(body)?;
     blocking(move || host.vm_start(definition, request)).await.map(Json)
 }
 

@@ -282,6 +282,7 @@ impl Host {
 
     /// This process ends, and has no VM any more.
     pub fn leave_all(&self) {
+        fail::fail_point!("leave-all");
         let places = self.keeps.as_ref().map(Kept::all).unwrap_or_default();
         places.into_iter().for_each(|place| place.leave(End::Gone));
     }

@@ -6,7 +6,7 @@ use super::mirrored::MirroredCapture;
 use crate::containment;
 use crate::containment::spawn_for_request;
 use crate::host::Host;
-use anyhow::bail;
+use anyhow::{Context, bail};
 use crossbeam_channel::{Receiver, Sender};
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,6 +17,7 @@ use tracing::error;
 use tracing::{info, warn};
 use understudy_cluster::messages::{Reply, RestoreTask, TakeTask, ToCoordinator};
 use understudy_machine::Machine;
+use understudy_qemu::{CheckedDefinition, VmDefinition};
 use understudy_replication::clock;
 use understudy_replication::moments::pass;
 use understudy_snapshot::{
@@ -89,6 +90,7 @@ enum Image {
 impl Image {
     fn prepare(host: &Arc<Host>, start: Start<'_>) -> anyhow::Result<Image> {
         let vm = host.going_primary(start.task.vm())?;
+        check_restorable(&vm.machine().definition_now())?;
         Ok(match vm.active_session() {
             Some(session) => {
                 let prepared = MirroredCapture::prepare(host, start, vm.machine(), session);
@@ -112,6 +114,12 @@ impl Image {
             Image::Mirrored(capture) => (capture.save(stop)?, None),
         })
     }
+}
+
+/// A version that checked less may have started it.
+fn check_restorable(definition: &VmDefinition) -> anyhow::Result<()> {
+    let checked = CheckedDefinition::try_from(definition.clone());
+    checked.map(drop).context("no host would restore it: its definition is wrong")
 }
 
 impl Host {
@@ -346,4 +354,21 @@ fn await_end(former: Option<JoinHandle<()>>) -> anyhow::Result<()> {
 
 fn cohort() -> TakeCohort {
     TakeCohort::new(SnapshotNumber(0), clock::now())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// It was snapshotted, and every restore refused it.
+    #[test]
+    fn what_no_host_would_restore_is_not_snapshotted() {
+        let definition = |cpu: &str| -> VmDefinition {
+            let text = "name = 'db'\nmemory = '64M'\nvcpus = 1\nkernel = '/boot/vmlinuz'\n";
+            toml::from_str(&format!("{text}cpu = '{cpu}'")).unwrap()
+        };
+        assert!(check_restorable(&definition("Westmere")).is_ok());
+        let refused = format!("{:#}", check_restorable(&definition("host")).unwrap_err());
+        assert!(refused.contains("definition is wrong: cpu: \"host\" means"), "{refused}");
+    }
 }

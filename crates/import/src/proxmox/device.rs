@@ -39,9 +39,9 @@ pub(super) fn processor(draft: &mut Draft<'_>, line: &Line<'_>) {
     let known = MODELS.iter().find(|(name, _)| *name == model).map_or(model, |(_, known)| known);
     let mut text = known.to_owned();
     for flag in line.option("flags").split(';').filter(|flag| !flag.is_empty()) {
-        match flag.split_at(1) {
-            ("+", name) => text += &format!(",{name}=on"),
-            ("-", name) => text += &format!(",{name}=off"),
+        match (flag.strip_prefix('+'), flag.strip_prefix('-')) {
+            (Some(name), _) => text += &format!(",{name}=on"),
+            (_, Some(name)) => text += &format!(",{name}=off"),
             _ => return draft.refused(line.number, line.text(), format!("the flag {flag:?}")),
         }
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use understudy_client::Subject;
 use understudy_daemon::Host;
 use understudy_protocol::{GroupName, VmName};
-use understudy_qemu::VmDefinition;
+use understudy_qemu::{CheckedDefinition, VmDefinition};
 use understudy_report::cluster::{
     DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
 };
@@ -35,7 +35,7 @@ pub trait Control: Send + Sync + 'static {
     /// See [`Host::vm_start`] and, if that is forced, [`Host::vm_start_on_other_images`].
     fn vm_start(
         &self,
-        definition: VmDefinition,
+        definition: CheckedDefinition,
         request: StartRequest,
     ) -> Result<VmStatus, HostError>;
     /// See [`Host::vm_start_recorded`].
@@ -119,7 +119,7 @@ impl Control for Arc<Host> {
     }
     fn vm_start(
         &self,
-        definition: VmDefinition,
+        definition: CheckedDefinition,
         request: StartRequest,
     ) -> Result<VmStatus, HostError> {
         match request.force {

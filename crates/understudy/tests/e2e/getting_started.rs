@@ -311,6 +311,14 @@ fn check_unit(site: &Site) -> Result<()> {
         ensure!(shown.contains("NRestarts=0"), "{shown}");
         Ok(shown.contains("that run here: ").then_some(()))
     })?;
+    // However often it fails, it is started again: its VMs wait for it.
+    let limit = site.a.call("systemctl show understudy -P StartLimitIntervalUSec")?;
+    ensure!(limit.trim() == "0", "{limit}");
+    // needrestart would restart it behind an upgrade of a library.
+    let snippet = "/etc/needrestart/conf.d/understudy.conf";
+    site.a.call(&format!("grep -qF 'override_rc}{{qr(^understudy)}} = 0;' {snippet}"))?;
+    let kept = site.a.call("dpkg-query -W -f '${Conffiles}' understudy")?;
+    ensure!(kept.contains(snippet), "{kept}");
     let delegated = site.a.call("systemctl show understudy -p Delegate -p DelegateControllers")?;
     ensure!(delegated == "Delegate=yes\nDelegateControllers=cpu memory pids\n", "{delegated}");
     let protected = |line: &Value| {

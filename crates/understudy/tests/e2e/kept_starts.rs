@@ -212,6 +212,30 @@ fn a_start_that_takes_long_holds_up_no_other() {
     });
 }
 
+/// Whoever had ended the VM was told that it had failed, and an evacuation stopped there.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn what_is_done_is_answered_although_its_keeper_takes_long_to_end() {
+    let mut options =
+        SceneOptions { kind: GuestKind::BootSector, memory_mib: 64, ..with_keepers() };
+    let daemon = options.daemons.get_mut("a").expect("host a's");
+    // The daemon waits 10 s.
+    daemon.environment.push(("FAILPOINTS".to_owned(), "leave-all=sleep(13000)".to_owned()));
+    play(options, |scene| {
+        let file = write(scene, "slow.toml", &definition(scene, "slow")?)?.display().to_string();
+        let host = scene.host("a")?;
+        host.call(["vm", "start", &file])?;
+        let before = kept(&host.status("slow")?).context("it has no keeper")?.keeper;
+        host.call(["vm", "stop", "slow", "--force"])?;
+        // That keeper is there.
+        kill(Pid::from_raw(i32::try_from(before)?), None::<Signal>)?;
+        host.call(["vm", "start", "slow"])?;
+        ensure!(kept(&host.status("slow")?).context("it has no keeper")?.keeper != before);
+        host.call(["vm", "stop", "slow", "--force"])?;
+        await_forgotten(scene, "a")
+    });
+}
+
 #[test]
 fn an_order_that_is_none_starts_no_keeper() {
     play(with_keepers(), |scene| {

@@ -398,7 +398,6 @@ fn hosts_that_are_configured_wrongly_do_not_start() {
         wrong("name = \"a\"", "", &["missing field `name`", "name = \"a\""]),
         wrong("10.77.0.1:7701", "10.77.0.1", &[":2:", "listen", "IP:port"]),
         wrong("10.77.0.1:7701", "10.77.0.1:7700", &["cannot listen on 10.77.0.1:7700"]),
-        wrong("10.77.0.1:7701", "192.0.2.1:7700", &["cannot listen on 192.0.2.1:7700"]),
         wrong("insecure = true", "", &[":2:", "listen", "[tls]", "understudy pki"]),
         wrong("kind = \"file\"", "kind = \"oracle\"", &[":7:", "arbiter.kind", "\"file\""]),
         wrong("kind = \"file\"", "kin = \"file\"", &[":7:", "unknown field `kin`"]),
