@@ -26,7 +26,7 @@ use understudy_qemu::VmDefinition;
 use understudy_report::ProtectRequest;
 use understudy_threads::Common;
 
-const FILE: &str = "record.json";
+pub const FILE: &str = "record.json";
 const ACTIVATION: &str = "activation";
 /// Written to the device as a whole, or not at all.
 const SECTOR_BYTES: usize = 512;
