@@ -26,6 +26,7 @@ use understudy_qemu::VmDefinition;
 use understudy_report::ProtectRequest;
 use understudy_threads::Common;
 
+/// Of a VM, in its directory.
 pub const FILE: &str = "record.json";
 const ACTIVATION: &str = "activation";
 /// Written to the device as a whole, or not at all.
