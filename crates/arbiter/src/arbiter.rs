@@ -61,6 +61,11 @@ impl Arbiter {
         Ok(Arbiter { memory: Arc::new(Memory::of(state_dir)?), ..self })
     }
 
+    /// The same for a keeper, which remembers what the host's daemon has noted, and notes nothing itself.
+    pub fn recalled_from(self, state_dir: &Path) -> anyhow::Result<Arbiter> {
+        Ok(Arbiter { memory: Arc::new(Memory::of_another(state_dir)?), ..self })
+    }
+
     /// Which arbiter it is, and where. One that nobody has used yet gets its identity. An error if
     /// it is not the one that this host has used before.
     pub fn identify(&self) -> Result<ArbiterName, Unreachable> {

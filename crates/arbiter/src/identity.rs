@@ -15,7 +15,7 @@ use understudy_threads::Common;
 const DIGITS: usize = 32;
 
 /// The file of the state directory that remembers it; no VM's name has a dot.
-const MEMORY: &str = "arbiter.id";
+pub const MEMORY: &str = "arbiter.id";
 
 /// Names one arbiter.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -75,6 +75,8 @@ impl std::fmt::Display for ArbiterName {
 pub struct Memory {
     /// None: for as long as the daemon lives.
     path: Option<PathBuf>,
+    /// Another process of this host writes it there.
+    is_anothers: bool,
     known: Common<Option<ArbiterId>>,
 }
 
@@ -90,7 +92,12 @@ impl Memory {
         let known = known.map_err(anyhow::Error::msg).with_context(|| {
             format!("{} does not name the arbiter that this host uses", path.display())
         })?;
-        Ok(Memory { path: Some(path), known: Common::new(known) })
+        Ok(Memory { path: Some(path), is_anothers: false, known: Common::new(known) })
+    }
+
+    /// The same, for a process that notes nothing there.
+    pub fn of_another(state_dir: &Path) -> anyhow::Result<Memory> {
+        Ok(Memory { is_anothers: true, ..Memory::of(state_dir)? })
     }
 
     pub fn known(&self) -> Option<ArbiterId> {
@@ -151,7 +158,7 @@ impl Memory {
     fn remember(&self, id: &ArbiterId) -> anyhow::Result<()> {
         let mut known = self.known.lock();
         if known.is_none() {
-            if let Some(path) = &self.path {
+            if let Some(path) = self.path.as_ref().filter(|_| !self.is_anothers) {
                 whole_file::replace(path, &format!("{id}\n"), 0o644)
                     .with_context(|| format!("cannot write {}", path.display()))?;
             }

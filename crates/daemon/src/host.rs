@@ -172,7 +172,7 @@ impl Host {
         door: Door,
     ) -> Result<Arc<Host>, HostError> {
         let host = Host::new(config, Some(Kept::new(group, door)), None)?;
-        keeper::rights::try_in_a_test();
+        keeper::rights::try_in_a_test(&host.config);
         host.look_after_itself()?;
         membership::look_on(&host);
         Ok(host)
@@ -216,8 +216,10 @@ impl Host {
         let records = Records::new(&config.state_dir, &config.name);
         let arbiter = config.arbiter.as_ref().map(|kind| {
             let arbiter = Arbiter::new(kind, &config.name)?;
-            let is_new = keeps.is_none() && records.are_none()?;
-            arbiter.remembered_in(&config.state_dir, is_new)
+            match keeps {
+                Some(_) => arbiter.recalled_from(&config.state_dir),
+                None => arbiter.remembered_in(&config.state_dir, records.are_none()?),
+            }
         });
         let arbiter = arbiter
             .transpose()

@@ -26,7 +26,8 @@ use understudy_qemu::VmDefinition;
 use understudy_report::ProtectRequest;
 use understudy_threads::Common;
 
-const FILE: &str = "record.json";
+/// Of a VM, in its directory.
+pub const FILE: &str = "record.json";
 const ACTIVATION: &str = "activation";
 /// Written to the device as a whole, or not at all.
 const SECTOR_BYTES: usize = 512;

@@ -7,6 +7,7 @@
 //! |--------|----|
 //! | [`calls`] | every call: path, right, what it takes and answers |
 //! | [`access`] | who may do what |
+//! | [`operators`] | whom the unix socket answers |
 //! | [`remote`] | the API over TLS |
 //! | [`idle`] | connections on which nothing happens |
 //! | [`guesses`] | wrong tokens |
@@ -28,6 +29,7 @@ mod jobs;
 mod kept;
 mod name;
 mod openapi;
+pub mod operators;
 mod page;
 pub mod remote;
 pub mod room;

@@ -11,6 +11,7 @@
 //! | [`rights`] | what it can do on its host |
 //! | [`system_calls`] | what it cannot ask the kernel for |
 //! | [`seclusion`] | which processes it reaches |
+//! | [`view`] | which files it sees |
 //! | [`order`] | what it may do about its VM first |
 //! | [`replace`] | how the daemon has one replaced by another while the guest runs |
 //! | [`legacy`] | what the one leaves to the other |
@@ -34,6 +35,7 @@ pub mod rights;
 pub mod seclusion;
 pub mod start;
 mod system_calls;
+pub mod view;
 mod watch;
 
 pub use pass::Passed;

@@ -18,7 +18,7 @@ use understudy_report::error::{ErrorKind, HostError};
 /// new version speaks the one before, too; whichever of the two is newer says to the other nothing that it does not know.
 const PROTOCOL: Spoken = Spoken { least: 1, highest: 1 };
 
-const FILE: &str = "keeper.json";
+pub(super) const FILE: &str = "keeper.json";
 
 /// What a keeper says of itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -220,6 +220,7 @@ impl Host {
             }
             return Ok((Follower::New(process), said));
         };
+        self.admit(vm, &shared)?;
         Ok((Follower::OfGroup, shared.order_about(vm, order)?))
     }
 

@@ -2,7 +2,7 @@
 
 use super::note::Program;
 use super::order::Follower;
-use super::{Keeper, SOCKET};
+use super::{Keeper, SOCKET, view};
 use crate::arrivals::Arrival;
 use crate::host::Host;
 use anyhow::Context;
@@ -81,7 +81,9 @@ impl Host {
         let _adding = self.adding.lock();
         let group = self.group_of(vm);
         if let Some(shared) = group.as_ref().and_then(|group| self.keeper_of_group(group)) {
-            return Ok((Follower::OfGroup, shared.reachable()?.clone()));
+            let socket = shared.reachable()?.clone();
+            self.admit(vm, &shared)?;
+            return Ok((Follower::OfGroup, socket));
         }
         let socket = self.keeper_socket(vm);
         let name = group.as_ref().map(|group| &group.name);
@@ -134,9 +136,9 @@ impl Host {
         let group = offer.group.as_ref();
         if let Some(GroupOffer { membership, place: 1.. }) = group {
             let keeper = self.keeper_of(&membership.leader().vm);
-            keeper
-                .context("its group's protection has ended meanwhile")?
-                .take(link, Some(offer))?;
+            let keeper = keeper.context("its group's protection has ended meanwhile")?;
+            self.admit(arrival.vm(), &keeper)?;
+            keeper.take(link, Some(offer))?;
             self.follow_to_keeper(arrival);
             return Ok(());
         }
@@ -190,6 +192,11 @@ impl Host {
         if let Err(error) = thread::Builder::new().name(format!("keeper-{vm}")).spawn(follow) {
             warn!(%vm, "its place is not kept: {error}");
         }
+    }
+
+    /// Lets the keeper of a group see what this VM has, which is to come into it.
+    pub(super) fn admit(&self, vm: &VmName, keeper: &Keeper) -> Result<(), HostError> {
+        keeper.pid.map_or(Ok(()), |pid| view::admit(&self.config, vm, pid))
     }
 
     /// Finds nothing of the host's that speaks against a keeper of a VM. To be called under the lock `adding`.

@@ -23,6 +23,7 @@ use understudy_daemon::keeper::order::Order;
 use understudy_daemon::keeper::places::{Close, Door};
 use understudy_daemon::keeper::rights;
 use understudy_daemon::keeper::seclusion::{self, Seclusion};
+use understudy_daemon::keeper::view::{self, View};
 use understudy_protocol::{GroupName, VmName};
 use understudy_report::{ErrorKind, HostError};
 
@@ -40,9 +41,12 @@ pub fn run(
     let _ = set_name(c"understudy-keep");
     // What is said to the daemon's terminal is not meant for it. Fails if it leads a session already.
     let _ = setsid();
+    let config = HostConfig::load(config)?;
+    if let View::Whole(why) = view::enter(&config, vm)? {
+        tracing::warn!("it sees the files of all VMs: {why}");
+    }
     rights::give_up()?;
     seclude(order.as_ref())?;
-    let config = HostConfig::load(config)?;
     let runtime = room::runtime()
         .map_err(|error| Failure::internal(format!("cannot start threads: {error}")))?;
     let ended = runtime.block_on(serve(config, (vm, group), order));

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::thread;
 use understudy_arbiter::etcd::Etcd;
 use understudy_daemon::config::{ApiConfig, ArbiterConfig, EtcdConfig, HostConfig};
-use understudy_daemon::keeper::seclusion;
+use understudy_daemon::keeper::{seclusion, view};
 use understudy_daemon::probe::{self, ProbeAnswer, ProbeError};
 use understudy_protocol::HostName;
 
@@ -72,9 +72,17 @@ fn watchdog(device: &Path, config: &HostConfig) -> Option<Check> {
     Some(Check::note("watchdog", "there is one, and nobody uses it", advice))
 }
 
-/// What they could do to other processes of this host.
+/// What they could do to other processes of this host, and whose files they see.
 fn keepers() -> Check {
     const NAME: &str = "keepers";
+    if let Err(why) = view::probe() {
+        let message = format!("a keeper sees the files of all VMs: {why}");
+        return Check::note(
+            NAME,
+            message,
+            "that takes CAP_SYS_ADMIN, and a host that allows mounts",
+        );
+    }
     match seclusion::probe() {
         Err(error) => Check::fail(NAME, error.message, "until then no VM starts in one"),
         Ok(seclusion) => match seclusion.remedy() {
