@@ -64,6 +64,8 @@ mutants! {
     KeepTheGrant,
     /// A grant that comes to a backup which has given up is kept.
     KeepLateGrant,
+    /// A winner whose copy is known to be of no use lets the former primary wait for it.
+    KeepTheUseless,
     /// A backup that could not start the VM keeps a grant that it has not heard of.
     KeepUnheardGrant,
     /// A winner may start what it has handed back.

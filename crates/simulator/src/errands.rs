@@ -66,9 +66,6 @@ impl World {
                 Ok(())
             }
             Errand::Activate(generation) => {
-                if broken {
-                    self.excuse("a QEMU that was to run it has died");
-                }
                 self.activate(host, id, *generation);
                 Ok(())
             }
@@ -271,6 +268,7 @@ impl World {
 
     fn discard(&mut self, host: HostId, id: SessionId) {
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
+            self.excuse("its guest died as it began to speak");
         let (primary, core) = (standby.primary, standby.core.clone());
         self.hosts[host.0].former.push(Former { id, core, primary });
         self.hosts[host.0].role = Role::Idle;

@@ -214,6 +214,11 @@ impl Schedule {
             match &mut faults[..] {
                 [only] if never_returns.is_none() => *only = Planned { when, fault },
                 _ => faults.push(Planned { when, fault }),
+            // The copy dies while its record is written.
+            if recording.percent(40) {
+                let when = When::Upon(Moment::Granted, 1);
+                faults.push(Planned { when, fault: Fault::QemuDeath(Target::Backup) });
+            }
             }
         }
         // And again.
@@ -226,7 +231,7 @@ impl Schedule {
                 _ => faults.push(planned),
             }
         }
-        let slow = &mut Random::new(seed, 7);
+        let slow = &mut Random::new(seed, 8);
         if faults.len() > 1 && slow.percent(15) {
             let when = When::At(Time(slow.millis(100, TROUBLE - 500)));
             let fault = Fault::SlowData(slow.millis(8, 20), slow.millis(500, 1_500));

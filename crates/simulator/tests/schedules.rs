@@ -35,7 +35,7 @@ fn broken_by(mutant: Mutant) -> &'static str {
             ApplyBehindGap | LeaveTheLog => "is not at the boundary",
             StageOnceLive | ActivateUnsettled => "image is the valid one, but",
             StartUnrecorded => "its record does not say so",
-            KeepTheGrant | KeepUnrecorded => "does not start it, and keeps it",
+            KeepTheGrant | KeepUnrecorded | KeepTheUseless => "does not start it, and keeps it",
             OpenWhatIsDead => "that was never started",
             HangUpUntold => "hangs up before its primary has heard why",
             ContestUnfit | NothingHangs => "could not start it",
