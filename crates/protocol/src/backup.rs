@@ -109,6 +109,8 @@ pub struct Backup {
     starts: bool,
     /// It could not be started just now.
     unfit: bool,
+    /// Why what was won cannot be started at all.
+    useless: Option<String>,
 }
 
 impl Backup {
@@ -127,6 +129,7 @@ impl Backup {
             won: now,
             starts: false,
             unfit: false,
+            useless: None,
         }
     }
 
@@ -275,8 +278,11 @@ impl Backup {
             BackupPhase::Contesting(_) => planted!(ContestWhenBroken),
             _ => false,
         };
-        if !has_won && self.phase != BackupPhase::Discarded {
-            self.discard(reason, actions);
+        match self.phase {
+            // The start fails, and then it is handed back; sooner, if somebody waits for that.
+            _ if has_won => self.useless = Some(reason),
+            BackupPhase::Discarded => {}
+            _ => self.discard(reason, actions),
         }
     }
 
@@ -373,8 +379,8 @@ impl Backup {
         }
     }
 
-    /// A copy that is started soon is worth more than one that stands still; one whose host hangs
-    /// is not. The former primary asks whoever the arbiter has given the VM: this host, which need not
+    /// A copy that is started soon is worth more than one that stands still; one whose host hangs, or
+    /// that is known to be of no use, is not, as long as it has not run. The former primary asks whoever the arbiter has given the VM: this host, which need not
     /// have heard of it.
     fn awaited(&mut self, now: Time, actions: &mut Vec<BackupAction>) {
         let contests = matches!(self.phase, BackupPhase::Contesting(_));
@@ -383,9 +389,14 @@ impl Backup {
             let reason = "it was granted, unheard, and could not be started then".to_owned();
             return self.hand_back(reason, actions);
         }
-        let late = now - self.won > START_PATIENCE && !self.starts;
-        if self.phase == BackupPhase::Live && late {
-            let reason = format!("it was not started within {} s", START_PATIENCE.as_secs());
+        if self.phase != BackupPhase::Live || self.starts {
+            return;
+        }
+        let late = now - self.won > START_PATIENCE;
+        let late =
+            late.then(|| format!("it was not started within {} s", START_PATIENCE.as_secs()));
+        let useless = self.useless.take().filter(|_| !planted!(KeepTheUseless));
+        if let Some(reason) = useless.or(late) {
             self.hand_back(reason, actions);
         }
     }

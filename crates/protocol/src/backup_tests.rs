@@ -129,6 +129,27 @@ fn a_winner_that_cannot_start_hands_the_vm_back() {
 }
 
 #[test]
+fn a_winner_whose_copy_died_gives_it_to_whoever_waits_at_once_unless_it_runs() {
+    for runs in [false, true] {
+        let mut backup = Backup::new(Generation(1), Duration::from_millis(100), at(0));
+        let mut actions = Vec::new();
+        backup.handle(at(1), BackupEvent::Staged(Epoch(1)), &mut actions);
+        backup.handle(at(2), BackupEvent::TakeOver, &mut actions);
+        backup.handle(at(3), BackupEvent::Verdict(Verdict::Granted(Generation(2))), &mut actions);
+        actions.clear();
+        backup.handle(at(4), BackupEvent::Awaited, &mut actions);
+        backup.handle(at(5), BackupEvent::CannotServe("QEMU ended".into()), &mut actions);
+        assert_eq!(actions, [], "nobody is known to be there who could take it");
+        if runs {
+            backup.handle(at(6), BackupEvent::Starts, &mut actions);
+        }
+        backup.handle(at(7), BackupEvent::Awaited, &mut actions);
+        let back = [BackupAction::HandBack(Generation(2))];
+        assert_eq!(actions, if runs { &[][..] } else { &back[..] });
+    }
+}
+
+#[test]
 fn a_grant_that_comes_too_late_is_returned() {
     let mut backup = Backup::new(Generation(1), Duration::from_millis(100), at(0));
     let mut actions = Vec::new();

@@ -203,7 +203,7 @@ impl Lease {
     /// This host stood still for so long that its clock is not to be trusted alone.
     pub fn stood_still(&mut self, now: Time) -> Vec<LeaseAction> {
         (self.trusts_from, self.next) = (now, now);
-        if !self.is_held() {
+        if !self.is_held() || planted!(SleepUnnoticed) {
             return Vec::new();
         }
         self.phase = Phase::Held(now + self.retry());

@@ -64,6 +64,8 @@ mutants! {
     KeepTheGrant,
     /// A grant that comes to a backup which has given up is kept.
     KeepLateGrant,
+    /// A winner whose copy is known to be of no use lets the former primary wait for it.
+    KeepTheUseless,
     /// A backup that could not start the VM keeps a grant that it has not heard of.
     KeepUnheardGrant,
     /// A winner may start what it has handed back.
@@ -110,6 +112,10 @@ mutants! {
     LeaseBesideContest,
     /// A lease is lost to a backup that has won the VM, and runs nothing yet.
     LeaseBesideSession,
+    /// A sole owner that stood still, and its clock with it, does not heed what others say of the time.
+    SleepUnnoticed,
+    /// Whoever forces the VM onto another host takes the owner's clock to be as fast as its own.
+    ClocksAgree,
     /// A sole owner does not heed that the VM is another's.
     MovedIsOwn,
     /// A sole owner whose lease ran out stands still even when it is renewed.

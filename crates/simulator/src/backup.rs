@@ -81,12 +81,14 @@ impl Standby {
 }
 
 impl World {
-    /// Its former primary, which keeps a sound guest, waits for a winner that hangs no longer than this.
+    /// Its former primary, which keeps a sound guest, waits no longer for a winner that hangs, and not at
+    /// all for one whose copy is dead.
     pub(crate) fn check_hurried(&mut self, host: HostId, id: SessionId) {
         let now = self.now;
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         let is_late = standby.won.is_some_and(|won| now - won > START_PATIENCE);
-        if is_late && standby.is_recording() && *standby.core.phase() == BackupPhase::Live {
+        let hopeless = is_late || standby.broken;
+        if hopeless && standby.is_recording() && *standby.core.phase() == BackupPhase::Live {
             self.violation(format!("{host} has won the VM, does not start it, and keeps it"));
         }
     }

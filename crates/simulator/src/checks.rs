@@ -2,7 +2,7 @@
 
 use crate::backup::Standby;
 use crate::guest::{Frame, Gate, State};
-use crate::host::{Host, HostId, Role};
+use crate::host::{HostId, Role};
 use crate::world::World;
 use understudy_protocol::{BackupPhase, Epoch, Generation, STALL};
 
@@ -37,16 +37,16 @@ impl World {
 
     fn is_beyond_its_lease(&self, host: HostId) -> bool {
         let Role::Primary(running) = &self.hosts[host.0].role else { return false };
-        running.limit.is_some_and(|end| self.now >= end)
+        running.limit.is_some_and(|end| self.clock(host) >= end)
     }
 
     /// An acknowledgement that was under way may release output after its sender
     /// went live. One that waited here while this host stood still must not.
     fn check_late_release(&mut self, sender: HostId) {
-        let now = self.now;
-        let live = |host: &Host| host.lets_out(now);
+        let live = |host: &HostId| self.lets_out(*host);
+        let any = (0..self.hosts.len()).map(HostId).any(|host| live(&host));
         let host = &self.hosts[sender.0];
-        if live(host) || !self.hosts.iter().any(live) {
+        if live(&sender) || !any {
             return;
         }
         self.coverage.released_after_takeover += 1;

@@ -52,6 +52,10 @@ coverage! {
     grants_returned,
     /// A winner wrote its record after it had handed the VM back.
     late_records,
+    /// A winner's record was being written when its disk, its daemon or its power failed.
+    records_uncertain,
+    /// It was there all the same.
+    records_unheard,
     /// A grant that came too late was returned.
     late_grants_returned,
     /// The arbiter did not answer a primary.
@@ -139,6 +143,10 @@ coverage! {
     frames_without_lease,
     /// The VM was forced onto a host while its owner was silent.
     forced,
+    /// Its owner's clock was not as fast as that of the host that waited for its lease to end.
+    forced_by_another_clock,
+    /// A sole owner stood still, and its clock with it.
+    clocks_stopped,
     /// It was not, for the owner lived.
     forces_refused,
     /// A sole owner was told that another host has the VM.

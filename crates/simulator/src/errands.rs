@@ -17,7 +17,7 @@ impl World {
         standby.errands.push_back(errand);
         if standby.errands.len() == 1 {
             let soon = self.random.micros(10, 1_000);
-            self.after(soon, Event::Errand(host, id));
+            self.after(self.paced(host, soon), Event::Errand(host, id));
         }
     }
 
@@ -27,7 +27,7 @@ impl World {
         let Some(errand) = standby.errands.front().cloned() else { return };
         let Some(result) = self.carry_out(host, id, &errand) else {
             let next = self.random.micros(10, 600);
-            return self.after(next, Event::Errand(host, id));
+            return self.after(self.paced(host, next), Event::Errand(host, id));
         };
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         standby.errands.pop_front();
@@ -45,7 +45,14 @@ impl World {
         let standby = self.hosts[host.0].standby(id)?;
         let broken = standby.broken;
         let result = match errand {
-            Errand::Apply(_) | Errand::Settle | Errand::Activate(_) if fails => {
+            Errand::Activate(_) if fails => {
+                standby.lost_writes = true;
+                self.a_write_fails(host);
+                self.excuse("the disk of the backup's record fails");
+                self.perhaps_recorded(host, id);
+                Err("its record may not be written".to_owned())
+            }
+            Errand::Apply(_) | Errand::Settle if fails => {
                 if let Errand::Apply(_) = errand {
                     standby.parts.pop_front();
                     standby.progress = 0;
@@ -66,9 +73,6 @@ impl World {
                 Ok(())
             }
             Errand::Activate(generation) => {
-                if broken {
-                    self.excuse("a QEMU that was to run it has died");
-                }
                 self.activate(host, id, *generation);
                 Ok(())
             }
@@ -163,6 +167,17 @@ impl World {
         self.moment(Moment::Activated);
     }
 
+    /// Its record was being written when something failed: whether it is there nobody knows.
+    pub(crate) fn perhaps_recorded(&mut self, host: HostId, id: SessionId) {
+        let Some(standby) = self.hosts[host.0].standby(id) else { return };
+        let Some(&Errand::Activate(generation)) = standby.errands.front() else { return };
+        self.coverage.records_uncertain += 1;
+        if self.record_random.percent(50) {
+            self.coverage.records_unheard += 1;
+            self.activate(host, id, generation);
+        }
+    }
+
     /// A winner that has handed the VM back meanwhile comes to write its record: it counts for as long as
     /// that of whoever has the VM back is not written.
     fn record_late(&mut self, host: HostId, generation: Generation) {
@@ -253,6 +268,7 @@ impl World {
         self.resend(host, carried);
         self.moment(Moment::Live);
         if broken {
+            self.excuse("its guest died as it began to speak");
             self.note(host, || "its guest died as it began to speak".to_owned());
             self.hosts[host.0].role = Role::Fenced;
         }

@@ -172,6 +172,9 @@ impl World {
     }
 
     fn daemon_dies(&mut self, id: HostId, span: Duration, told: bool) {
+        if let Role::Backup(standby) = &self.hosts[id.0].role {
+            self.perhaps_recorded(id, standby.id);
+        }
         self.drop_connections(id, told);
         let host = &mut self.hosts[id.0];
         host.role = Role::Idle;

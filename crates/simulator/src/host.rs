@@ -1,11 +1,12 @@
 //! A host: its disk, which outlives a crash, and its part in the VM, which does not.
 
 use crate::backup;
-use crate::guest::{BLOCKS, Blocks, Gate, Guest, LineageId, Port};
+use crate::guest::{BLOCKS, Blocks, Guest, LineageId, Port};
 use crate::network::ConnectionId;
 use crate::primary::Session;
 use crate::random::Random;
 use std::fmt;
+use std::time::Duration;
 use understudy_protocol::repair::Repair;
 use understudy_protocol::validity::{ImageRecord, ImageRole};
 use understudy_protocol::{Generation, HostName, Lease, PrimaryPhase, Time};
@@ -49,6 +50,8 @@ pub struct Host {
     pub stalled_from: Time,
     /// Nothing runs here before this time.
     pub stalled_until: Time,
+    /// For so long its clock stood still with it.
+    pub clock_stood: Duration,
     /// What is applied here waits for the disk until then.
     pub disk_hangs_until: Time,
     /// It has waited since then.
@@ -188,6 +191,7 @@ impl Host {
             ran: false,
             stalled_from,
             stalled_until,
+            clock_stood: Duration::ZERO,
             disk_hangs_until: Time::default(),
             disk_hangs_from: Time::default(),
             record_hangs_until: Time::default(),
@@ -205,12 +209,6 @@ impl Host {
             Role::Primary(running) => Some(running),
             _ => None,
         }
-    }
-
-    /// Whether it lets the guest's output out at once.
-    pub fn lets_out(&self, now: Time) -> bool {
-        let Role::Primary(running) = &self.role else { return false };
-        running.port.gate == Gate::Open && running.limit.is_none_or(|end| now < end)
     }
 
     /// Whether it keeps a copy of a VM that another host has won, or may have.

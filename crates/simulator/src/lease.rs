@@ -46,7 +46,7 @@ pub struct Forcing {
 impl World {
     /// The lease of a copy is looked at for as long as that runs.
     pub(crate) fn look_at_lease(&mut self, host: HostId, copy: CopyId) {
-        let (now, stake) = (self.now, self.stake(host));
+        let (now, stake) = (self.clock(host), self.stake(host));
         let Some(running) = self.hosts[host.0].running().filter(|it| it.copy == copy) else {
             return;
         };
@@ -102,7 +102,7 @@ impl World {
     }
 
     fn tend(&mut self, host: HostId, errand: LeaseErrand) {
-        let asked = self.now;
+        let asked = self.clock(host);
         let Some(running) = self.hosts[host.0].running() else { return };
         let (copy, generation) = (running.copy, running.generation);
         let tending = Tending { host, copy, generation, errand, asked };
@@ -146,7 +146,7 @@ impl World {
     }
 
     pub(crate) fn lease_answered(&mut self, tending: Tending, answer: LeaseAnswer) {
-        let (now, host) = (self.now, tending.host);
+        let (now, host) = (self.clock(tending.host), tending.host);
         let Some(running) = self.hosts[host.0].running() else { return };
         if running.copy != tending.copy {
             return;
@@ -167,6 +167,7 @@ impl World {
         let Some(owner) = self.primary_host() else { return };
         let target = Target::Host(owner.0);
         match stalls {
+            true if self.schedule.clocks_stop => self.pause_host(owner, span),
             true => self.strike(Fault::Stall(target, span)),
             false => self.strike(Fault::Isolation(target, span)),
         }
@@ -178,6 +179,38 @@ impl World {
             let forcing = Forcing { host, generation, watch: LeaseWatch::default(), last: None };
             self.after(LOOK, Event::ForceLooks(forcing));
         }
+    }
+
+    fn note_clocks(&mut self, host: HostId, last: Option<&Renewal>) {
+        let clock = |host: usize| self.schedule.clocks[host];
+        let is_owner = |owner: &usize| last.is_some_and(|it| it.host == HostId(*owner).name());
+        let owner = (0..self.hosts.len()).find(is_owner);
+        let apart = owner.is_some_and(|owner| clock(owner) != clock(host.0));
+        self.coverage.forced_by_another_clock += u64::from(apart);
+    }
+
+    /// The hypervisor below a host is paused: no time passes there.
+    fn pause_host(&mut self, host: HostId, span: Duration) {
+        self.note(host, || format!("stands still for {span:?}, and its clock with it"));
+        self.coverage.clocks_stopped += 1;
+        let (now, until) = (self.now, self.now + span);
+        let stalled = &mut self.hosts[host.0];
+        (stalled.stalled_from, stalled.stalled_until) = (now, until.max(stalled.stalled_until));
+        self.at(until, Event::WakesUp(host, span));
+    }
+
+    /// Other hosts say how much time has passed for them. In the product that takes a second or two, in
+    /// which what the stopped clock allows may leave: that is not closed there, and not looked for here.
+    pub(crate) fn wakes_up(&mut self, host: HostId, still: Duration) {
+        if self.hosts[host.0].stalled_until < self.now {
+            return; // It lost its power meanwhile.
+        }
+        let still = self.by_clock(host, still);
+        self.hosts[host.0].clock_stood += still;
+        let now = self.clock(host);
+        let Some(running) = self.hosts[host.0].running() else { return };
+        let actions = running.lease.stood_still(now);
+        self.lease_acts(host, actions);
     }
 
     fn has_whole_image(&self, host: HostId) -> bool {
@@ -198,7 +231,7 @@ impl World {
             return;
         }
         let found = self.arbiter.renewals.get(&forcing.generation).cloned();
-        match forcing.watch.look(self.now, found) {
+        match forcing.watch.look(self.clock(forcing.host), found) {
             LeaseSight::Over(last) => forcing.last = Some(last),
             LeaseSight::Wait(_) => return self.after(LOOK, Event::ForceLooks(forcing)),
             LeaseSight::None => return,
@@ -227,6 +260,7 @@ impl World {
             return;
         }
         self.coverage.forced += 1;
+        self.note_clocks(host, forcing.last.as_ref());
         self.oracle.forget_all_shown();
         let origin = self.oracle.tip(self.hosts[host.0].image.lineage);
         self.boot(host, generation, Some(origin));

@@ -79,6 +79,8 @@ pub(crate) struct Following {
     spoilt: Option<String>,
     /// Nothing more is taken in.
     pub ended: bool,
+    /// All of it is executed: there is nothing left that could come out otherwise.
+    completed: bool,
 }
 
 impl Following {
@@ -183,7 +185,7 @@ impl World {
         if !log.feeding && log.spoilt.is_none() && (log.diverges || !log.steps.is_empty()) {
             log.feeding = true;
             let soon = self.random.micros(20, 1_500);
-            self.after(soon, Event::Feed(host, id));
+            self.after(self.paced(host, soon), Event::Feed(host, id));
         }
     }
 
@@ -245,6 +247,7 @@ impl World {
             return Some(Err(reason));
         }
         if standby.log.steps.is_empty() && !standby.log.diverges {
+            standby.log.completed = true;
             return Some(Ok(()));
         }
         self.execute(host, id);
@@ -254,7 +257,7 @@ impl World {
     /// The backup's QEMU executes something else than the primary's from here on.
     pub(crate) fn diverge(&mut self, host: HostId) {
         let Role::Backup(standby) = &mut self.hosts[host.0].role else { return };
-        if standby.log.last > MACHINE {
+        if standby.log.last > MACHINE && !standby.log.completed {
             standby.log.diverges = true;
             let id = standby.id;
             self.feed_soon(host, id);

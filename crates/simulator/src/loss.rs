@@ -3,7 +3,7 @@
 
 use crate::host::{HostId, Role};
 use crate::world::World;
-use understudy_protocol::BackupPhase;
+use understudy_protocol::{BackupPhase, Generation};
 
 impl World {
     /// What has just happened may take the VM from a host.
@@ -32,7 +32,10 @@ impl World {
     fn carries(&self, id: HostId) -> bool {
         match &self.hosts[id.0].role {
             // Or it was given back to it, and the winner's record came late.
-            Role::Primary(_) => self.oracle.ran_last() == id || self.arbiter.owner == id,
+            Role::Primary(running) => {
+                let owns = self.oracle.ran_last() == id || self.arbiter.owner == id;
+                owns || self.gets_back(id, running.generation)
+            }
             Role::Backup(standby) => {
                 let sound = !standby.broken && !standby.lost_writes && !standby.log.is_spoilt();
                 let won = *standby.core.phase() == BackupPhase::Live;
@@ -40,5 +43,19 @@ impl World {
             }
             Role::Idle | Role::Fenced => false,
         }
+    }
+
+    /// Whether its winner has started nothing yet, whatever its record says: one that cannot hands the
+    /// VM back.
+    fn gets_back(&self, id: HostId, generation: Generation) -> bool {
+        let keeps = |role: &Role| match role {
+            Role::Backup(standby) => {
+                let phase = standby.core.phase();
+                let won = matches!(phase, BackupPhase::Live | BackupPhase::HandingBack(_));
+                won && standby.primary == id && standby.core.generation() == generation.next()
+            }
+            _ => false,
+        };
+        self.hosts.iter().any(|host| keeps(&host.role))
     }
 }

@@ -187,7 +187,8 @@ impl World {
     fn read_slowly(&mut self, id: ConnectionId, end: usize, item: Item) {
         let Some(message) = item.message else { return };
         let to = self.arrival_host(id, end);
-        let handled = self.now + self.random.micros(10, 5_000);
+        let read = self.random.micros(10, 5_000);
+        let handled = self.now + self.paced(to, read);
         self.network.connections[id.0].pipes[end].reading = true;
         let life = self.hosts[to.0].life;
         self.at(handled, Event::Read(to, life, id, message));

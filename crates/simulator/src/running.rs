@@ -35,7 +35,7 @@ impl World {
         }
         self.guest_talks(host, step);
         let next = self.random.micros(200, 4_000);
-        self.after(next, Event::GuestStep(host, copy, runs));
+        self.after(self.paced(host, next), Event::GuestStep(host, copy, runs));
     }
 
     /// At the end of a step, which is logged before anything of it is sent.

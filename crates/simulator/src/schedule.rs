@@ -12,6 +12,10 @@ const TROUBLE: u64 = 4_000;
 /// Longer than any schedule.
 pub(crate) const FOR_GOOD: Duration = Duration::from_secs(3_600);
 
+/// Of two clocks that go wrong by so many millionths, one too fast and one too slow, the one is faster by
+/// a tenth: what a lease allows for (`Renewal::patience`), without what it has to spare.
+pub const TENTH_APART: i64 = 47_619;
+
 /// What a seed decides in advance; the rest is decided as it happens.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Schedule {
@@ -33,6 +37,12 @@ pub struct Schedule {
     pub without_arbiter: Option<usize>,
     /// A host that loses its power for good.
     pub never_returns: Option<usize>,
+    /// By how much each host's clock is faster than the world's, in millionths.
+    pub clocks: [i64; 3],
+    /// A sole owner that stands still while an operator forces the VM elsewhere has a clock that does, too.
+    pub clocks_stop: bool,
+    /// A host whose processors are slow, and how many times everything takes longer there.
+    pub slow: Option<(usize, u32)>,
     /// From here on nothing goes wrong any more, and what did is repaired, unless it failed for good.
     pub calm_from: Time,
 }
@@ -204,6 +214,11 @@ impl Schedule {
             };
             let fault = Fault::HungRecord(recording.millis(4_000, 9_000));
             faults.push(Planned { when, fault });
+            // The copy dies while its record is written.
+            if recording.percent(40) {
+                let when = When::Upon(Moment::Granted, 1);
+                faults.push(Planned { when, fault: Fault::QemuDeath(Target::Backup) });
+            }
         }
         // Again: the schedules of checkpoints are what they were.
         let following = &mut Random::new(seed, 5);
@@ -226,12 +241,18 @@ impl Schedule {
                 _ => faults.push(planned),
             }
         }
-        let slow = &mut Random::new(seed, 7);
+        let slow = &mut Random::new(seed, 8);
         if faults.len() > 1 && slow.percent(15) {
             let when = When::At(Time(slow.millis(100, TROUBLE - 500)));
             let fault = Fault::SlowData(slow.millis(8, 20), slow.millis(500, 1_500));
             faults.push(Planned { when, fault });
         }
+        let timing = &mut Random::new(seed, 9);
+        let clocks = [(); 3].map(|()| [-TENTH_APART, 0, TENTH_APART][timing.index(3)]);
+        let clocks = if faults.len() > 1 && timing.percent(40) { clocks } else { [0; 3] };
+        let clocks_stop = timing.percent(40);
+        let slow = (faults.len() > 1 && timing.percent(15))
+            .then(|| (timing.index(hosts), 3 + timing.below(6) as u32));
         Schedule {
             hosts,
             policy,
@@ -242,6 +263,9 @@ impl Schedule {
             faults,
             without_arbiter,
             never_returns,
+            clocks,
+            clocks_stop,
+            slow,
             calm_from: Time(Duration::from_millis(TROUBLE)),
         }
     }

@@ -2,7 +2,7 @@
 
 use crate::coverage::Coverage;
 use crate::mutant::Mutant;
-use crate::schedule::Schedule;
+use crate::schedule::{Fault, Planned, Schedule};
 use crate::shrink::{Shrunk, shrink};
 use crate::world::World;
 use serde::Serialize;
@@ -86,7 +86,7 @@ const ENOUGH: u64 = 10_000;
 /// Runs every seed of the range, then plants each bug and runs seeds from the same start
 /// until one finds it. `progress` is called after each schedule.
 pub fn simulate(seeds: Range<u64>, progress: impl Fn() + Sync) -> Report {
-    let mut report = sweep(seeds.clone(), &progress);
+    let mut report = sweep(seeds.clone(), |seed| Some(Schedule::new(seed)), &progress);
     report.shrunk = report.failures.first().and_then(|first| shrink(first.seed, None));
     report.mutants.planted = Mutant::all().len();
     let seeds = seeds.start..seeds.end.max(seeds.start.saturating_add(ENOUGH));
@@ -101,7 +101,22 @@ pub fn replay(seed: u64, mutant: Option<Mutant>) -> Story {
     Story { seed: Some(seed), ..play(Schedule::new(seed), seed, mutant, true) }
 }
 
-fn sweep(seeds: Range<u64>, progress: &(impl Fn() + Sync)) -> Report {
+/// Runs those of the seeds whose schedules let an operator force the VM onto another host, with clocks that
+/// are so many millionths too fast.
+pub fn force_with_clocks(seeds: Range<u64>, clocks: [i64; 3]) -> Report {
+    let forces = |planned: &Planned| matches!(planned.fault, Fault::Force(..));
+    let schedule = |seed| {
+        let schedule = Schedule { clocks, ..Schedule::new(seed) };
+        schedule.faults.iter().any(forces).then_some(schedule)
+    };
+    sweep(seeds, schedule, &|| {})
+}
+
+fn sweep(
+    seeds: Range<u64>,
+    schedule: impl Fn(u64) -> Option<Schedule> + Sync,
+    progress: &(impl Fn() + Sync),
+) -> Report {
     let next = AtomicU64::new(seeds.start);
     let parts = on_all_processors(|| {
         let mut part = Report::default();
@@ -110,14 +125,17 @@ fn sweep(seeds: Range<u64>, progress: &(impl Fn() + Sync)) -> Report {
             if seed >= seeds.end {
                 return part;
             }
-            let story = play(Schedule::new(seed), seed, None, false);
+            let Some(schedule) = schedule(seed) else { continue };
+            let story = play(schedule, seed, None, false);
+            part.schedules += 1;
             part.coverage.add(&story.coverage);
             part.failures.extend(story.violation.map(|violation| Failure { seed, violation }));
             progress();
         }
     });
-    let mut report = Report { schedules: seeds.end - seeds.start, ..Report::default() };
+    let mut report = Report::default();
     for part in parts {
+        report.schedules += part.schedules;
         report.coverage.add(&part.coverage);
         report.failures.extend(part.failures);
     }

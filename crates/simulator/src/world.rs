@@ -53,6 +53,7 @@ pub(crate) enum Event {
     Strike(Fault),
     PowerOn(HostId, u32),
     Heal(HostId, HostId),
+    WakesUp(HostId, Duration),
     DataFlows(ConnectionId),
     FormerAsks(HostId, SessionId),
     Recovers(HostId),
@@ -78,6 +79,8 @@ pub(crate) struct World {
     pub(crate) random: Random,
     /// What is left to chance about leases.
     pub(crate) lease_random: Random,
+    /// And about records that were being written when something failed.
+    pub(crate) record_random: Random,
     pub(crate) hosts: Vec<Host>,
     pub(crate) network: Network,
     pub(crate) arbiter: Arbiter,
@@ -129,6 +132,7 @@ impl World {
             now: Time::default(),
             random: Random::new(chance, 0),
             lease_random: Random::new(chance, 3),
+            record_random: Random::new(chance, 11),
             hosts: (0..schedule.hosts).map(|_| Host::new()).collect(),
             network: Network::new(),
             arbiter: Arbiter::new(first, generation),
@@ -190,6 +194,24 @@ impl World {
                 return self.check_what_never_settled();
             }
         }
+    }
+
+    /// The time by this host's clock, which counts for leases: nothing else is compared with another host's.
+    pub(crate) fn clock(&self, host: HostId) -> Time {
+        Time(self.by_clock(host, self.now.0).saturating_sub(self.hosts[host.0].clock_stood))
+    }
+
+    /// So much time, by this host's clock.
+    pub(crate) fn by_clock(&self, host: HostId, time: Duration) -> Duration {
+        let faster = i128::from(self.schedule.clocks[host.0]);
+        let nanos = time.as_nanos() as i128;
+        Duration::from_nanos((nanos + nanos * faster / 1_000_000) as u64)
+    }
+
+    /// What takes so long elsewhere, on this host.
+    pub(crate) fn paced(&self, host: HostId, time: Duration) -> Duration {
+        let slow = self.schedule.slow.filter(|(slow, _)| *slow == host.0);
+        time * slow.map_or(1, |(_, times)| times)
     }
 
     pub(crate) fn at(&mut self, time: Time, event: Event) {
@@ -272,6 +294,7 @@ impl World {
             Event::Strike(fault) => self.strike(fault),
             Event::PowerOn(host, life) => self.power_on(host, life),
             Event::Heal(from, to) => self.heal(from, to),
+            Event::WakesUp(host, still) => self.wakes_up(host, still),
             Event::Recovers(host) => self.guest_recovers(host),
             Event::FormerAsks(host, id) => self.former_asks(host, id),
             Event::DataFlows(id) => self.let_data_flow(Some(id)),

@@ -1,6 +1,8 @@
 //! 10 000 schedules of failures, and planted bugs among them.
 
-use understudy_simulator::{CoreMutant, DriverMutant, Found, Mutant, replay, simulate};
+use understudy_simulator::{
+    CoreMutant, DriverMutant, Found, Mutant, TENTH_APART, force_with_clocks, replay, simulate,
+};
 
 /// Unoptimised builds do a part.
 const SEEDS: u64 = if cfg!(debug_assertions) { 3_000 } else { 10_000 };
@@ -21,7 +23,9 @@ fn broken_by(mutant: Mutant) -> &'static str {
             | LeaseFromAnswer
             | LeaseWithoutEnd
             | MovedIsOwn
-            | TakeAtOnce => "two live copies",
+            | TakeAtOnce
+            | SleepUnnoticed
+            | ClocksAgree => "two live copies",
             EveryLookIsHeadway | LaterBytesCount => "and nothing moves",
             ContestWhenSick => "is sick, and won",
             AskOnce | StayFrozen | KeepUnheardGrant => "its VM is held up",
@@ -35,7 +39,7 @@ fn broken_by(mutant: Mutant) -> &'static str {
             ApplyBehindGap | LeaveTheLog => "is not at the boundary",
             StageOnceLive | ActivateUnsettled => "image is the valid one, but",
             StartUnrecorded => "its record does not say so",
-            KeepTheGrant | KeepUnrecorded => "does not start it, and keeps it",
+            KeepTheGrant | KeepUnrecorded | KeepTheUseless => "does not start it, and keeps it",
             OpenWhatIsDead => "that was never started",
             HangUpUntold => "hangs up before its primary has heard why",
             ContestUnfit | NothingHangs => "could not start it",
@@ -74,6 +78,19 @@ fn no_schedule_breaks_an_invariant_and_each_planted_bug_breaks_its_own() {
     for (what, count) in report.coverage.counts() {
         assert!(count > 0, "no schedule reached {what}: {:#?}", report.coverage);
     }
+}
+
+/// A lease allows for clocks of which one is faster by a tenth, and has a little to spare. An owner whose clock
+/// is far slower still lets output out when it may be taken for silent.
+#[test]
+fn a_lease_bears_clocks_that_differ_by_a_tenth_and_not_those_that_differ_by_far_more() {
+    let fast = TENTH_APART;
+    let report = force_with_clocks(0..SEEDS, [-fast, fast, fast]);
+    assert_eq!(report.failures, []);
+    assert!(report.coverage.forced_by_another_clock > 0, "{:?}", report.coverage);
+    let report = force_with_clocks(0..SEEDS, [-300_000, 200_000, 200_000]);
+    let two = |failure: &understudy_simulator::Failure| failure.violation.contains("two live");
+    assert!(report.failures.iter().any(two), "{:?}", report.failures);
 }
 
 /// Beyond those of the sweep. A VM was started on a mirror of which not all was on stable storage:
