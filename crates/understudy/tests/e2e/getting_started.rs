@@ -316,7 +316,7 @@ fn check_unit(site: &Site) -> Result<()> {
     ensure!(limit.trim() == "0", "{limit}");
     // needrestart would restart it behind an upgrade of a library.
     let snippet = "/etc/needrestart/conf.d/understudy.conf";
-    site.a.call(&format!("grep -qF 'override_rc}{{qr(^understudy)}} = 0;' {snippet}"))?;
+    site.a.call(&format!("grep -qF 'override_rc}}{{qr(^understudy)}} = 0;' {snippet}"))?;
     let kept = site.a.call("dpkg-query -W -f '${Conffiles}' understudy")?;
     ensure!(kept.contains(snippet), "{kept}");
     let delegated = site.a.call("systemctl show understudy -p Delegate -p DelegateControllers")?;
