@@ -1,4 +1,4 @@
-//! How captured pages travel to the backup (Remus 3.4).
+//! Encoding in which captured pages travel to the backup (Remus 3.4).
 //!
 //! | kind    | is sent as | when |
 //! |---------|------------|------|
@@ -47,7 +47,7 @@ use understudy_protocol::PAGE_SIZE;
 /// One page.
 pub type Page = [u8; PAGE_SIZE];
 
-/// Usual size of the cache: 8 192 pages as in the paper, 32 MiB.
+/// Size of the cache, usually: 8 192 pages as in the paper, 32 MiB.
 pub const DEFAULT_CACHE_PAGES: u32 = 8192;
 
 /// The largest cache that can be asked for: 4 GiB.
