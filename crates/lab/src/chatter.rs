@@ -7,10 +7,10 @@ use anyhow::Result;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-/// What the connections carry.
+/// Load that the connections carry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Load {
-    /// Short questions and answers, with the guest's record server.
+    /// Questions and answers, short ones, with the guest's record server.
     Pings,
     /// Blocks of this many pseudo-random bytes, with the guest's echo server.
     Bulk(usize),
@@ -59,13 +59,13 @@ impl ChatterClient {
     }
 }
 
-/// What a [`ChatterClient`] has seen.
+/// Report on what a [`ChatterClient`] has seen.
 pub struct ChatterReport {
     transcripts: Vec<Transcript>,
 }
 
 impl ChatterReport {
-    /// Right answers on all connections.
+    /// Answers that were right on all connections.
     pub fn rounds(&self) -> u64 {
         self.transcripts.iter().map(|transcript| transcript.answers.len() as u64).sum()
     }
