@@ -28,14 +28,14 @@ use understudy_snapshot::SnapshotNumber;
 
 pub(crate) use inquiry::Inquiry;
 
-/// What a host answers when it is asked about its images of a VM.
+/// Answer of a host when it is asked about its images of a VM.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ImagesAnswer {
     /// The host.
     pub host: HostName,
     /// Its record, if it has images.
     pub record: Option<Record>,
-    /// What it does with the VM at this moment, if anything.
+    /// Work that it does on the VM at this moment, if anything.
     pub busy: Option<String>,
     /// Bytes of the VM's memory, if it runs there.
     #[serde(default)]
@@ -45,7 +45,7 @@ pub struct ImagesAnswer {
     pub snapshots: BTreeMap<GroupName, SnapshotNumber>,
 }
 
-/// What is to be started here.
+/// Images that are to be started here.
 pub(crate) struct Recovery {
     report: RecoverReport,
     pub(crate) record: Record,
@@ -56,7 +56,7 @@ pub(crate) struct Recovery {
 }
 
 impl Host {
-    /// What this host says of its images of a VM.
+    /// Answer of this host on its images of a VM.
     pub(crate) fn images_answer(&self, vm: &VmName) -> Result<ImagesAnswer, HostError> {
         let mut runs = None;
         let present = self.vms.lock().get(vm).cloned();
@@ -80,7 +80,7 @@ impl Host {
         Ok(ImagesAnswer { host, record, busy, runs, snapshots: self.snapshots.last_numbers() })
     }
 
-    /// This host's record of a VM.
+    /// Record that this host has of a VM.
     pub(crate) fn record(&self, vm: &VmName) -> Result<Option<Record>, HostError> {
         self.records
             .read(vm)
@@ -142,7 +142,7 @@ impl Host {
         Ok(inquiry)
     }
 
-    /// What is to be started here by all that was answered; an error if nothing is.
+    /// Recovery that follows here from all that was answered; an error if nothing is.
     pub(crate) fn recovery(
         &self,
         name: &VmName,
@@ -284,7 +284,7 @@ impl Host {
         Some(Ownership { host: Some(host.to_owned()), generation: ran })
     }
 
-    /// What the owner of a VM, by the arbiter's word, does with it.
+    /// Word of a VM's owner, by the arbiter's, on what it does with it.
     pub(crate) fn ask_owner(&self, vm: &VmName) -> OwnersWord {
         let (owner, generation) = match self.ask_arbiter(vm) {
             (ArbiterWord::Silent, why) if self.arbiter.is_some() => {
@@ -325,15 +325,15 @@ impl Host {
     }
 }
 
-/// What another host, which owns a VM, does with it.
+/// Word of another host, which owns a VM, on what it does with it.
 pub(crate) enum OwnersWord {
     /// Nothing; none if nobody owns it, or this host does, or there is no arbiter.
     Idle(Option<HostName>),
-    /// This.
+    /// Work on it.
     Busy(HostName, String),
-    /// It does not answer, and owns it at this generation.
+    /// The owner does not answer, and owns it at this generation.
     Silent(HostName, Generation),
-    /// Who owns it the arbiter does not say, for this reason.
+    /// Owner that the arbiter does not name, for this reason.
     Unknown(String),
 }
 

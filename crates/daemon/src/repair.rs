@@ -26,7 +26,7 @@ use understudy_report::events::{EventKind, VmEvents};
 use understudy_threads::{Mutex, spawn};
 use understudy_threads::{lock, within};
 
-/// How often a synchronisation is looked at.
+/// Time between two looks at a synchronisation.
 const SYNC_INTERVAL: Duration = Duration::from_millis(100);
 /// A next try that is so near is worth waiting for.
 const SOON: Duration = Duration::from_secs(5);
@@ -35,17 +35,17 @@ const HEALTHY: Duration = Duration::from_secs(600);
 /// The thread looks up at least this often: its VM may have gone.
 const LONGEST_SLEEP: Duration = Duration::from_secs(2);
 
-/// How a VM is to be protected, as its operator wants it.
+/// Wish for how a VM is to be protected, as its operator wants it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Wish {
-    /// How.
+    /// Request with which it is to be protected.
     pub request: ProtectRequest,
-    /// With which others, if not by itself.
+    /// Group with whose VMs it is protected, if not by itself.
     pub group: Option<GroupMembers>,
 }
 
 impl Wish {
-    /// Of a VM by itself.
+    /// Wish for a VM by itself.
     pub fn alone(request: ProtectRequest) -> Wish {
         Wish { request, group: None }
     }
@@ -72,7 +72,7 @@ struct State {
     wish: Option<Wish>,
     /// The end of the last wait that the log knows of.
     logged: Option<Time>,
-    /// How often in a row a backup diverged, and when last.
+    /// Number of times in a row that a backup diverged, and when last.
     divergences: (u32, Time),
     /// Whether there is a thread that sees to it.
     has_thread: bool,
@@ -91,7 +91,7 @@ impl Repairer {
         }
     }
 
-    /// How the VM should be protected; none if it should not.
+    /// Wish for how the VM should be protected; none if it should not.
     pub fn wish(&self) -> Option<Wish> {
         lock(&self.state).wish.clone()
     }
@@ -115,7 +115,7 @@ impl Repairer {
         true
     }
 
-    /// What is to be restored, if anything is.
+    /// Protection that is to be restored, if any is.
     fn wanted(&self) -> Option<Wish> {
         self.wish().filter(|wish| self.enabled && wish.request.repair)
     }
@@ -149,7 +149,7 @@ impl Repairer {
         let _ = self.events.send(event);
     }
 
-    /// What is being done about lost protection, for people.
+    /// Words on what is being done about lost protection, for people.
     pub fn describe(&self) -> Option<String> {
         if let Some(wish) = self.wanted()
             && let Some(group) = wish.followed_by(&self.vm)
@@ -252,7 +252,7 @@ pub(crate) fn start(host: &Arc<Host>, vm: &Arc<PrimaryVm>) {
     }
 }
 
-/// Never holds the VM while it waits or asks other hosts.
+/// Watches a VM; never holds it while it waits or asks other hosts.
 fn watch(host: &Weak<Host>, vm: &Weak<PrimaryVm>, inbox: &Receiver<RepairEvent>) {
     loop {
         let Some(sleep) = vm.upgrade().map(|vm| vm.repairer.sleep()) else { return };
@@ -306,8 +306,8 @@ fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, event: RepairEvent) -> Option
     Some(())
 }
 
-/// What a host must have to back the VM up, and its group. What else speaks against one of its
-/// fellows shows when they are offered.
+/// Needs that a host must meet to back the VM up, and its group. What else speaks against one of
+/// its fellows shows when they are offered.
 fn needs(host: &Host, vm: &PrimaryVm) -> Needs {
     let machine = vm.machine();
     let definition = machine.definition();

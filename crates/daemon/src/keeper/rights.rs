@@ -1,5 +1,5 @@
-//! What a keeper can do on its host: it is root, but has few of root's capabilities and of the kernel's calls, and gains
-//! none.
+//! Rights of a keeper on its host: it is root, but has few of root's capabilities and of the
+//! kernel's calls, and gains none.
 
 use super::system_calls;
 use rustix::io::Errno;
@@ -10,7 +10,7 @@ use rustix::thread::{
 use std::fmt::Display;
 use understudy_report::error::{ErrorKind, HostError};
 
-/// What it needs, and what for. Its QEMU, of another user, has none of them.
+/// Capabilities that it needs, and what for. Its QEMU, of another user, has none of them.
 const NEEDED: CapabilitySet = CapabilitySet::empty()
     // Images, certificates and stores that belong to others.
     .union(CapabilitySet::DAC_OVERRIDE)

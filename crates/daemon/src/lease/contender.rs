@@ -1,10 +1,10 @@
-//! Who may run a VM and does not answer, and who of them was waited for.
+//! Contenders, which may run a VM and do not answer, and those of them that were waited for.
 
 use super::FormerLease;
 use std::mem::discriminant;
 use understudy_protocol::{Generation, HostName};
 
-/// Who may run a VM, and does not answer.
+/// Host that may run a VM, and does not answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Contender {
     /// Its owner, by the arbiter's word.
@@ -18,7 +18,7 @@ pub(crate) enum Contender {
 
 /// One who was waited for.
 pub(crate) struct Awaited {
-    /// It.
+    /// Contender that was waited for.
     pub contender: Contender,
     /// Its lease when it was over; none if it kept none.
     pub lease: Option<FormerLease>,

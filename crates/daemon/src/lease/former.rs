@@ -1,4 +1,4 @@
-//! Who wants a VM whose owner is silent waits until that lets nothing out any more.
+//! Wait for a VM's silent owner, until that lets nothing out any more.
 
 use super::Contender;
 use crate::host::Host;
@@ -10,7 +10,7 @@ use understudy_protocol::{Generation, LeaseSight, LeaseWatch, Renewal, VmName};
 use understudy_replication::clock;
 use understudy_report::error::{ErrorKind, HostError};
 
-/// Between two looks at the renewals.
+/// Time between two looks at the renewals.
 const LOOK: Duration = Duration::from_millis(300);
 
 /// The lease of a host that does not answer, as it was when it was over.
@@ -65,8 +65,8 @@ impl Host {
         }
     }
 
-    /// Sees, once the VM is this host's, that nothing has changed since its former owner was found
-    /// to let nothing out.
+    /// Checks, once the VM is this host's, that nothing has changed since its former owner was
+    /// found to let nothing out.
     pub(crate) fn check_former(&self, vm: &VmName, former: &FormerLease) -> Result<(), HostError> {
         let Some(arbiter) = &self.arbiter else { return Ok(()) };
         if read(arbiter, vm, former.generation)? == former.last {

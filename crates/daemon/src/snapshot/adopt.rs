@@ -1,5 +1,6 @@
-//! Going on with a restored VM whose daemon died while its memory or disks were being loaded.
-//! What is there of them is what the kernel and the disks' marks say; the rest is loaded as ever.
+//! Adoption: goes on with a restored VM whose daemon died while its memory or disks were being
+//! loaded. What is there of them is what the kernel and the disks' marks say; the rest is loaded as
+//! ever.
 
 use super::prepare::{disk_area, member_of};
 use super::restore::Restoring;
@@ -22,7 +23,7 @@ use understudy_memory::MAIN_MEMORY;
 use understudy_protocol::{DiskIndex, Generation};
 use understudy_snapshot::{Area, AreaMap, Incarnation, MemberManifest, Page, Store};
 
-/// What the next daemon must know.
+/// Note on what the next daemon must know.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct RestoreNote {
     /// The restore.
@@ -33,7 +34,8 @@ pub(crate) struct RestoreNote {
     pub machine: MachineNote,
 }
 
-/// Should this daemon die from now on, the guest stands still until the next one.
+/// Entrusts the guest to a custodian: should this daemon die from now on, it stands still until the
+/// next one.
 pub(super) fn entrust(host: &Host, task: &RestoreTask, vm: &PrimaryVm) {
     let machine = vm.machine();
     let begin = || -> anyhow::Result<Custody> {
@@ -51,14 +53,14 @@ pub(super) fn entrust(host: &Host, task: &RestoreTask, vm: &PrimaryVm) {
     }
 }
 
-/// What must be read before a VM goes on, from the store and from the arbiter.
+/// Facts that must be read before a VM goes on, from the store and from the arbiter.
 pub(crate) struct Remaining {
     source: Source,
     disks: Arc<Vec<DiskFiller>>,
     memory: AreaMap,
     /// The order in which that is loaded.
     queue: Vec<Page>,
-    /// Of the VM's group, now.
+    /// Incarnation of the VM's group, now.
     incarnation: Incarnation,
 }
 
@@ -126,7 +128,7 @@ impl Host {
         Ok(())
     }
 
-    /// It is the member of its group that it was.
+    /// Rejoins its group as the member that it was.
     fn rejoin(self: &Arc<Self>, machine: &Machine, generation: Generation, task: &RestoreTask) {
         if task.group.vms.len() == 1 {
             return self.join_cluster(machine, generation);
