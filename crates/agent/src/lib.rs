@@ -48,10 +48,10 @@ use understudy_agent_protocol::{DEVICE_VARIABLE, Hello, SOCKET_VARIABLE};
 /// `USERFAULTFD_IOC_NEW` of `<linux/userfaultfd.h>`.
 const IOC_NEW: libc::c_ulong = 0xAA00;
 
-/// Status of QEMU when the agent could not do its work.
+/// Exit status of QEMU when the agent could not do its work.
 const EXIT_FAILED: c_int = 70;
 
-/// Status of QEMU when its daemon is gone.
+/// Exit status of QEMU when its daemon is gone.
 const EXIT_DAEMON_GONE: c_int = 71;
 
 #[used]

@@ -34,7 +34,7 @@ use understudy_agent_protocol::{
     ARM_DESCRIPTORS, Answer, DirtyOutcome, LogErrand, Order, PausePage,
 };
 
-/// States of QEMU, and what it calls them. One that is `inmigrate` has no state yet.
+/// Run states of QEMU, and what it calls them. One that is `inmigrate` has no state yet.
 const INMIGRATE: (c_int, &CStr) = (1, c"inmigrate");
 const PAUSED: (c_int, &CStr) = (4, c"paused");
 const RUNNING: (c_int, &CStr) = (9, c"running");

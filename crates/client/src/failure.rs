@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use std::process::ExitCode;
 use understudy_report::{ErrorKind, HostError};
 
-/// Codes of exit, as the help documents them.
+/// Exit codes, as the help documents them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Exit {

@@ -105,7 +105,7 @@ impl Image {
         Ok(Image { file, is_device, is_shared: false, waits: Waits::default() })
     }
 
-    /// Length now, in bytes.
+    /// Present length in bytes.
     pub(crate) fn len(&self) -> io::Result<u64> {
         if self.is_device {
             return self.file.end();

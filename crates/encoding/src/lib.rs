@@ -47,7 +47,7 @@ use understudy_protocol::PAGE_SIZE;
 /// One page.
 pub type Page = [u8; PAGE_SIZE];
 
-/// Size of the cache, usually: 8 192 pages as in the paper, 32 MiB.
+/// Usual size of the cache: 8 192 pages as in the paper, 32 MiB.
 pub const DEFAULT_CACHE_PAGES: u32 = 8192;
 
 /// The largest cache that can be asked for: 4 GiB.

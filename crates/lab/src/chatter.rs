@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 /// Load that the connections carry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Load {
-    /// Questions and answers, short ones, with the guest's record server.
+    /// Short questions and answers, with the guest's record server.
     Pings,
     /// Blocks of this many pseudo-random bytes, with the guest's echo server.
     Bulk(usize),
@@ -65,7 +65,7 @@ pub struct ChatterReport {
 }
 
 impl ChatterReport {
-    /// Answers that were right on all connections.
+    /// Right answers on all connections.
     pub fn rounds(&self) -> u64 {
         self.transcripts.iter().map(|transcript| transcript.answers.len() as u64).sum()
     }

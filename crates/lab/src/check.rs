@@ -1,4 +1,4 @@
-//! Checks, offline, of a survivor's disk: the file system, and every record that
+//! Offline checks of a survivor's disk: the file system, and every record that
 //! was acknowledged to the client.
 //!
 //! A disk that a host's death left behind is one that a crash left behind: a
@@ -37,7 +37,7 @@ impl DiskCheck {
 /// Fate of acknowledged records.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct RecordCheck {
-    /// Records that are whole in the file.
+    /// Whole records in the file.
     pub found: u64,
     /// Records that were acknowledged and are absent.
     pub lost: Vec<u64>,

@@ -45,7 +45,7 @@ pub(crate) struct Parts {
     pub disks: Vec<Vec<OsString>>,
     /// Whether it waits for a migration, after which its guest runs by itself.
     pub incoming: bool,
-    /// Arguments beside these.
+    /// Further arguments.
     pub more: Vec<OsString>,
 }
 

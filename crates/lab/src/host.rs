@@ -113,7 +113,7 @@ pub enum ArbiterKind {
 pub struct HostOptions {
     /// Environment variables of the daemon.
     pub environment: Vec<(String, String)>,
-    /// Lines of `host.toml` beside these: `qemu = "…"`, `[detection]` and the like.
+    /// Further lines of `host.toml`: `qemu = "…"`, `[detection]` and the like.
     pub settings: String,
     /// Its arbiter.
     pub arbiter: ArbiterKind,

@@ -1,4 +1,4 @@
-//! Migration, live, of a plain guest: what QEMU itself offers to move a machine, and
+//! Live migration of a plain guest: what QEMU itself offers to move a machine, and
 //! how long the guest stands still for it.
 //!
 //! Source and target run on one host with the same disks, as with shared storage:

@@ -1,4 +1,4 @@
-//! Runs for long under mixed load: after each, memory and disk of both sides are the same, byte
+//! Long runs under mixed load: after each, memory and disk of both sides are the same, byte
 //! by byte.
 
 use crate::client::{self, Bulk, Client};

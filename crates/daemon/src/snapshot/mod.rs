@@ -65,7 +65,7 @@ use understudy_threads::Common;
 /// Bytes that a store gives in a second, as long as nothing was read from it.
 const ASSUMED_SPEED: u64 = 100_000_000;
 
-/// Number of pages, the fewest, that tell how fast a store is.
+/// Fewest pages that tell how fast a store is.
 const TELLING_PAGES: u64 = 1024;
 
 /// State of what a host does for snapshots and restores, by VM.

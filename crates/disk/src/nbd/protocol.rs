@@ -151,7 +151,7 @@ impl OptionHeader {
 /// Option that the client asks for during the handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ClientOption<'a> {
-    /// Way into transmission, an old one: no reply but the export's size.
+    /// Old way into transmission: no reply but the export's size.
     ExportName(&'a [u8]),
     Abort,
     List,

@@ -1,4 +1,4 @@
-//! TLS between hosts: who a peer is, and that nobody else reads along.
+//! Mutual TLS between hosts: who a peer is, and that nobody else reads along.
 //!
 //! Both sides show a certificate of the CA that the configuration names, and
 //! the name in it must be the host's that it claims to be. TLS 1.3 only,

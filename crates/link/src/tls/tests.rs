@@ -1,4 +1,4 @@
-//! Handshakes, real ones, over loopback: who is let in, who is not, and what both
+//! Real handshakes over loopback: who is let in, who is not, and what both
 //! sides say.
 
 use super::*;

@@ -133,7 +133,7 @@ impl Roster {
         cards.filter(|(_, card)| takes(card)).map(|(index, _)| index).collect()
     }
 
-    /// Member, another one, that sent a frame that came to this card.
+    /// Other member that sent a frame that came to this card.
     pub fn sender(&self, to: Member, card: CardIndex, packet: &[u8]) -> Option<Member> {
         let (_, source) = addresses(packet)?;
         let own = self.card(to, card)?;
