@@ -27,7 +27,7 @@ impl DirtyWish {
     }
 }
 
-/// Outcome of it; the number is in [`crate::PausePage::dirty_outcome`].
+/// Outcome of a wish; the number is in [`crate::PausePage::dirty_outcome`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum DirtyOutcome {

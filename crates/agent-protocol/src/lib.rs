@@ -50,11 +50,11 @@ pub const SOCKET_VARIABLE: &str = "UNDERSTUDY_AGENT";
 /// belongs to the process that asks, which thus needs no right of its own.
 pub const DEVICE_VARIABLE: &str = "UNDERSTUDY_USERFAULTFD";
 
-/// Number of descriptors are beside the [`Hello`].
+/// Number of descriptors beside the [`Hello`].
 pub const HELLO_DESCRIPTORS: usize = 3;
 
 /// The daemon's only message: pauses will be asked for through the descriptors beside it.
 pub const ARM: [u8; 8] = *b"USTDYARM";
 
-/// Number of descriptors are beside [`ARM`].
+/// Number of descriptors beside [`ARM`].
 pub const ARM_DESCRIPTORS: usize = 3;

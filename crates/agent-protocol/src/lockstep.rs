@@ -113,7 +113,7 @@ pub struct LogPage {
     /// Bytes of log that a primary's QEMU has written and that left through the agent, or that a
     /// backup's QEMU has taken, without what its buffer still holds.
     pub position: AtomicU64,
-    /// Time since when QEMU stands still for the log (primary: no room, backup: none left), in
+    /// Time since which QEMU stands still for the log (primary: no room, backup: none left), in
     /// nanoseconds of the monotonic clock; 0 if it does not.
     pub blocked_since: AtomicU64,
     /// Nanoseconds that it stood still, without the present wait.

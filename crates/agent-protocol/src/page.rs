@@ -96,7 +96,7 @@ pub struct PausePage {
 const ORDER_BITS: u32 = 8;
 
 impl PausePage {
-    /// Number of stamps there are.
+    /// Number of stamps.
     pub const STAMPS: usize = 8;
 
     /// Size of the memfd.

@@ -35,7 +35,7 @@ struct Clocks {
     get_ticks: unsafe extern "C" fn() -> i64,
     /// QEMU's `timers_state`.
     timers: &'static [AtomicI64],
-    /// Place where the distances are in it, and what they are, once the machine has run; none if
+    /// Places of the distances in it, and their values, once the machine has run; none if
     /// they were not found.
     kept: OnceLock<Option<Kept>>,
     /// Reading of this host's clocks when this began, to know the counter's rate.

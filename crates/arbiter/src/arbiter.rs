@@ -26,7 +26,7 @@ pub struct Arbiter {
     host: HostName,
     /// Place where it is, for people.
     place: String,
-    /// Memory of which one this host has used before.
+    /// Memory of the arbiter that this host has used before.
     memory: Arc<Memory>,
 }
 

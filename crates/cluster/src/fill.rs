@@ -61,7 +61,7 @@ struct Work {
 struct Progress {
     complete: bool,
     failed: Option<String>,
-    /// Time since when each reader waits for the store.
+    /// Time since which each reader waits for the store.
     reading: [Option<Instant>; READERS],
 }
 

@@ -38,7 +38,7 @@ pub(crate) struct Orphan {
     pub descriptors: Vec<OwnedFd>,
     /// Custodian that keeps it.
     pub custody: Custody,
-    /// Time since when it stands still.
+    /// Time since which it stands still.
     pub since: Instant,
 }
 

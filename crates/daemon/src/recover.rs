@@ -284,7 +284,7 @@ impl Host {
         Some(Ownership { host: Some(host.to_owned()), generation: ran })
     }
 
-    /// Word of a VM's owner, by the arbiter's, on what it does with it.
+    /// Word of a VM's owner, as the arbiter names it, on what it does with the VM.
     pub(crate) fn ask_owner(&self, vm: &VmName) -> OwnersWord {
         let (owner, generation) = match self.ask_arbiter(vm) {
             (ArbiterWord::Silent, why) if self.arbiter.is_some() => {

@@ -54,7 +54,7 @@ pub struct ChangesTaken {
 /// Blocks that a capture is to read.
 #[derive(Clone, Debug)]
 pub(crate) enum Taken {
-    /// Blocks all, since there was no base.
+    /// All, since there was no base.
     All,
     /// Blocks that changed since the base.
     Changed(Arc<BlockSet>),

@@ -190,7 +190,7 @@ fn check(cancel: &AtomicBool) -> io::Result<()> {
     Ok(())
 }
 
-/// Handling with a chunk of zeroes.
+/// Handling of a chunk of zeroes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Zeroes {
     /// Skips it: the mirror is fresh.

@@ -34,7 +34,7 @@ struct Work {
     raw: Vec<Range<usize>>,
 }
 
-/// Plan for a page, as the first pass found.
+/// Plan for a page, as the first pass found it.
 #[derive(Clone, Debug)]
 enum Plan {
     Zero,

@@ -41,7 +41,7 @@ pub(crate) struct Blueprint<'a> {
 
 /// Parts of a machine that the product has not.
 pub(crate) struct Parts {
-    /// Arguments for each disk, that make the block node or drive `disk0`, `disk1`, …
+    /// Arguments for each disk that make the block node or drive `disk0`, `disk1`, …
     pub disks: Vec<Vec<OsString>>,
     /// Whether it waits for a migration, after which its guest runs by itself.
     pub incoming: bool,

@@ -20,7 +20,7 @@ const CONNECT_LIMIT: Duration = Duration::from_millis(500);
 /// Says how many times slower than most this machine is.
 const PATIENCE: &str = "UNDERSTUDY_PATIENCE";
 
-/// Factor by which longer than usual everything may take here: 1, unless the environment says
+/// Factor by which everything may take longer here than usual: 1, unless the environment says
 /// more, as it does where the hosts themselves are emulated (`make test-kvm`).
 pub fn patience() -> u32 {
     static FACTOR: LazyLock<u32> = LazyLock::new(|| match std::env::var(PATIENCE) {

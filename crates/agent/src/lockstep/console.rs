@@ -107,7 +107,8 @@ impl Lockstep {
         }
     }
 
-    /// Says `words`: called where QEMU writes to the console; it logs that next.
+    /// Notes `words`, which the guest says: called where QEMU writes to the console; it logs that
+    /// next.
     fn say(&self, console: &Console, words: &[u8]) {
         let before = if self.qemu.has_executed() { INSTRUCTIONS_BYTES } else { 0 };
         console.push(words, self.logged() + before + CHAR_WRITE_BYTES);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
-//! Halts of the machine, while which nothing is logged, and nothing is replayed.
+//! Halts of the machine, during which nothing is logged, and nothing is replayed.
 //!
 //! QEMU serves the timers of its clock VIRTUAL_RT even then, and logs that; but the one of them
 //! that warps the guest's time acts differently then. A primary and a backup, one of which runs

@@ -20,7 +20,7 @@ use understudy_report::error::HostError;
 pub enum Access {
     /// See everything.
     Read,
-    /// Protects, fail over, start and stop VMs, take snapshots.
+    /// Protects, fails over, starts and stops VMs, takes snapshots.
     Operate,
     /// Defines VMs, restores them, deletes snapshots.
     Admin,

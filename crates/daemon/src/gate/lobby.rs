@@ -35,7 +35,7 @@ struct State {
     /// Handshakes that wait, by their order.
     waiting: BTreeMap<u64, Waiting>,
     requests: BTreeMap<String, usize>,
-    /// Time since when complaints are counted, and how many there were.
+    /// Time since which complaints are counted, and how many there were.
     complaints: Option<(Instant, u32)>,
 }
 

@@ -93,7 +93,7 @@ struct Left {
     /// QEMU's pidfd comes first.
     descriptors: Vec<OwnedFd>,
     custody: Custody,
-    /// Time since when the guest has stood still.
+    /// Time since which the guest has stood still.
     since: Instant,
 }
 

@@ -1,4 +1,4 @@
-//! Leave of a keeper, whose VM goes to the next one of this host, while the guest runs: its
+//! Departure of a keeper, whose VM goes to the next one of this host, while the guest runs: its
 //! protection ends in order, a custodian has all by which QEMU is held and has the guest stand
 //! still, and this process ends. From then on the next keeper alone can let the guest go on.
 

@@ -80,7 +80,7 @@ pub enum End {
         /// Reason of the loss.
         reason: String,
     },
-    /// Leave: it was left to the next keeper.
+    /// Departure: it was left to the next keeper.
     Left,
 }
 

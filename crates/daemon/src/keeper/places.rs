@@ -135,7 +135,7 @@ impl std::fmt::Display for Kept {
 }
 
 impl Claim {
-    /// Claim of a VM of this host, before anything is done for it.
+    /// Claim on a VM of this host, before anything is done for it.
     pub(crate) fn of(
         config: &HostConfig,
         vm: &VmName,

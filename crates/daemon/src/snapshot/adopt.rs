@@ -1,4 +1,4 @@
-//! Adoption: goes on with a restored VM whose daemon died while its memory or disks were being
+//! Adoption of a restored VM whose daemon died while its memory or disks were being
 //! loaded. What is there of them is what the kernel and the disks' marks say; the rest is loaded as
 //! ever.
 

@@ -1,4 +1,4 @@
-//! Placement: who may be restored where: asked before anything is started.
+//! Placement: who may be restored where, asked before anything is started.
 
 use crate::host::Host;
 use crate::recover::Inquiry;

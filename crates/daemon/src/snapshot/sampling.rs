@@ -17,7 +17,7 @@ use understudy_protocol::VmName;
 use understudy_snapshot::Sampling;
 use understudy_threads::Common;
 
-/// Time as long as first accesses are traced after a snapshot: both tell what is touched in such a
+/// Period as long as first accesses are traced after a snapshot: both tell what is touched in such a
 /// time.
 const PERIOD: Duration = Duration::from_secs(7);
 

@@ -30,7 +30,7 @@ impl Disk {
         self.failures.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Number of changes and flushes of QEMU's have failed so far: counted before it is told.
+    /// Number of changes and flushes of QEMU's that have failed so far: counted before it is told.
     pub fn failures(&self) -> u64 {
         self.failures.load(Ordering::Acquire)
     }

@@ -48,7 +48,7 @@ impl ClientCertVerifier for JudgedLater {
         false
     }
 
-    /// Returns true so that a browser offers the certificates that could be believed.
+    /// Returns the authorities, so that a browser offers the certificates that could be believed.
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         self.0.root_hint_subjects()
     }

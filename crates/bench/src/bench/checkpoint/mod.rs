@@ -40,19 +40,19 @@ pub struct Round {
     pub checkpoints: u64,
     /// Seconds that it took.
     pub seconds: f64,
-    /// Pages that a checkpoint copied in its pause …
+    /// Pages that a checkpoint copied in its pause.
     pub pages: f64,
     /// Pages that it copied before it.
     pub precopied_pages: f64,
     /// Bytes to the backup for each checkpoint.
     pub bytes: f64,
-    /// The pause in milliseconds, at the median …
+    /// Pause in milliseconds, at the median.
     pub pause_p50_ms: f64,
     /// Pause in milliseconds, at the 99th percentile.
     pub pause_p99_ms: f64,
-    /// Milliseconds from the end of the pause to the backup's acknowledgement, at the median …
+    /// Milliseconds from the end of the pause to the backup's acknowledgement, at the median.
     pub commit_p50_ms: f64,
-    /// Milliseconds from there to there, at the 99th percentile.
+    /// Milliseconds from the one to the other, at the 99th percentile.
     pub commit_p99_ms: f64,
     /// The workload's own figure, if one ran.
     pub figure: Option<f64>,

@@ -1,4 +1,4 @@
-//! Progress: how far it is: a bar on a terminal, plain lines elsewhere.
+//! Progress of a section: a bar on a terminal, plain lines elsewhere.
 
 use indicatif::{ProgressBar, ProgressStyle};
 use std::cell::Cell;

@@ -38,7 +38,7 @@ impl AsRef<[u8]> for Frame {
     }
 }
 
-/// Word of a host of the members that run on it.
+/// Word of a host on the members that run on it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Presence {
     pub incarnation: Incarnation,
