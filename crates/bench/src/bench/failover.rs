@@ -19,8 +19,8 @@ use understudy_report::{Mode, TakeoverReport};
 const MEMORY_MIB: u32 = 192;
 /// Bytes that the bulk client sends and gets back in a round.
 const BULK_BYTES: usize = 64 << 10;
-/// Time for which the guest is protected before a failure, or up to as much longer: failures must not
-/// fall into step with the checkpoints.
+/// Time for which the guest is protected before a failure, or up to as much longer: failures must
+/// not fall into step with the checkpoints.
 const BEFORE: Duration = Duration::from_millis(300);
 const STEP: Duration = Duration::from_micros(7_300);
 

@@ -18,7 +18,7 @@ use understudy_report::error::HostError;
 )]
 #[serde(rename_all = "kebab-case")]
 pub enum Access {
-    /// See everything.
+    /// Sees everything.
     Read,
     /// Protects, fails over, starts and stops VMs, takes snapshots.
     Operate,

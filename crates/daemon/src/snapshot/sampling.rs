@@ -17,8 +17,8 @@ use understudy_protocol::VmName;
 use understudy_snapshot::Sampling;
 use understudy_threads::Common;
 
-/// Period as long as first accesses are traced after a snapshot: both tell what is touched in such a
-/// time.
+/// Period as long as first accesses are traced after a snapshot: both tell what is touched in such
+/// a time.
 const PERIOD: Duration = Duration::from_secs(7);
 
 /// Pages that are watched in a period. The first access to each is a fault, of some 20 µs.
