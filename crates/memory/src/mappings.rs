@@ -67,7 +67,7 @@ impl Mappings {
         }
     }
 
-    /// Of this process, for tests: an agent like that in QEMU.
+    /// The mappings of this process, for tests: an agent like that in QEMU.
     #[cfg(test)]
     pub(crate) fn of_this_process() -> Mappings {
         use nix::sys::mman::{MmapAdvise, madvise};

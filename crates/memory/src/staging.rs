@@ -82,7 +82,7 @@ impl StagingPool {
         Ok(())
     }
 
-    /// How many bytes of buffers lie unused in the pool.
+    /// The number of bytes of buffers that lie unused in the pool.
     pub fn free_bytes(&self) -> usize {
         self.shared.free().len() * CHUNK_BYTES.get()
     }
@@ -135,12 +135,12 @@ pub struct CapturedPage<'a> {
 }
 
 impl CapturedChunk {
-    /// Which pages are in the chunk, in the order of their content.
+    /// The pages in the chunk, in the order of their content.
     pub fn runs(&self) -> &[PageRun] {
         &self.chunk().runs
     }
 
-    /// How many pages are in the chunk.
+    /// The number of pages in the chunk.
     pub fn page_count(&self) -> usize {
         self.chunk().pages
     }
@@ -214,13 +214,13 @@ pub struct CapturedPages {
 }
 
 impl CapturedPages {
-    /// How many page copies there are.
+    /// The number of page copies.
     pub fn page_count(&self) -> usize {
         self.chunks.iter().map(CapturedChunk::page_count).sum()
     }
 }
 
-/// Where [`crate::capture`] puts the pages of the current epoch.
+/// Buffers into which [`crate::capture`] puts the pages of the current epoch.
 #[derive(Debug)]
 pub struct PageStaging {
     pool: StagingPool,
