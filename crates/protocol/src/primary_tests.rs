@@ -6,7 +6,7 @@ fn fresh() -> Primary {
     Primary::new(Generation(1), Duration::from_millis(100), Time::default())
 }
 
-/// What it does at an event, so many milliseconds after it began.
+/// The actions at an event, so many milliseconds after it began.
 fn handle(primary: &mut Primary, ms: u64, event: PrimaryEvent) -> Vec<PrimaryAction> {
     let mut actions = Vec::new();
     primary.handle(Time(Duration::from_millis(ms)), event, &mut actions);
