@@ -1,4 +1,4 @@
-//! What happened, for people.
+//! The story of what happened, for people.
 
 use crate::host::HostId;
 use understudy_protocol::Time;
@@ -14,7 +14,7 @@ const ROUTINE_LAST: usize = 6;
 pub struct Trace {
     wanted: bool,
     lines: Vec<String>,
-    /// What is routine since anything else happened.
+    /// Lines of routine since anything else happened.
     routine: Vec<String>,
 }
 
