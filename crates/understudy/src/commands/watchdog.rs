@@ -14,7 +14,7 @@ use tokio::time::timeout;
 use tracing::warn;
 use understudy_daemon::{Host, Pulse};
 
-/// Between two proofs when nobody counts them: what the manager shows should be of now.
+/// Time between two proofs when nobody counts them: what the manager shows should be of now.
 const UNCOUNTED: Duration = Duration::from_secs(10);
 /// Proofs in the time that the manager waits for one.
 const PROOFS: u32 = 4;

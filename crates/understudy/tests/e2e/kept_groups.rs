@@ -119,7 +119,8 @@ fn lose_both_for_a_moment(scene: &mut Scene) -> Result<()> {
     scene.restart("b")
 }
 
-/// They are protected, and host a's daemon dies, and then all of host a.
+/// Proves that the group is kept: it is protected, and host a's daemon dies, and then all of host
+/// a.
 fn prove_kept(scene: &mut Scene) -> Result<()> {
     let (before, after) = (shared(scene, "a")?, shared(scene, "b")?);
     restart_daemon(scene, "a")?;
@@ -164,7 +165,8 @@ fn what_is_recovered_of_a_group_shares_a_keeper() {
     });
 }
 
-/// What cannot start leaves its group's keeper as it is, and what does not share one is no group.
+/// A member that cannot start leaves its group's keeper as it is, and VMs that do not share one are
+/// no group.
 #[test]
 fn what_is_wrong_with_a_groups_member_is_refused_and_the_others_do_not_notice() {
     play(with_group(with_keepers()), |scene| {
@@ -224,7 +226,8 @@ impl HeldOrder {
     }
 }
 
-/// What a VM's keeper on host a has said of itself, if there is one or nobody has heard its last words.
+/// The note of a VM's keeper on host a about itself, if there is one or nobody has heard its last
+/// words.
 fn note(scene: &Scene, vm: &str) -> Result<String> {
     let file = scene.host("a")?.directory().join("state").join(vm).join("keeper.json");
     Ok(fs::read_to_string(file).unwrap_or_default())

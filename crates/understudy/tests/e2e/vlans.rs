@@ -72,11 +72,11 @@ fn vlans() -> SceneOptions {
     SceneOptions { booted: false, ..options().calm() }
 }
 
-/// What the host that runs the guest lets through to it.
+/// The frames that the host that runs the guest lets through to it.
 struct Ears {
     own: Watcher,
     other: Watcher,
-    /// What comes to the host at all.
+    /// The frames that come to the host at all.
     arrived: Watcher,
 }
 
