@@ -64,7 +64,7 @@ pub struct Plan<'a> {
     pub disks: Vec<Arc<Disk>>,
     /// Whether its QEMU may outlive this process, and its disks come back.
     pub may_be_adopted: bool,
-    /// Fresh: the VM runs here, its output goes out. Standby: nothing does.
+    /// The role of QEMU. Fresh: the VM runs here, its output goes out. Standby: nothing does.
     pub role: Role,
     /// Part that its QEMU takes in lockstep; none if it does not.
     pub lockstep: Option<Lockstep>,

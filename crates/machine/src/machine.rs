@@ -93,7 +93,7 @@ pub struct Machine {
     pub(crate) agent: AgentLink,
     pub(crate) _hearing: Hearing,
     pub(crate) console_server: Option<ConsoleServer>,
-    /// Last: fields are dropped in order.
+    /// Presence of the machine, last: fields are dropped in order.
     pub(crate) presence: Arc<()>,
 }
 
@@ -116,7 +116,7 @@ pub(crate) struct Ties {
 }
 
 impl Machine {
-    /// Dead once the machine is gone with all that it had, not a moment before.
+    /// The presence of the machine: dead once it is gone with all that it had, not a moment before.
     pub fn presence(&self) -> Weak<()> {
         Arc::downgrade(&self.presence)
     }
@@ -175,8 +175,8 @@ impl Machine {
         &self.ports
     }
 
-    /// Each card's frames that the guest, which stands still, was given and has not read. To be
-    /// dropped before it goes on.
+    /// The frames of each card that the guest, which stands still, was given and has not read. To
+    /// be dropped before it goes on.
     pub fn unread(&self) -> Result<Vec<(CardIndex, Unread)>, NetworkError> {
         let unread = |(port, number): (&Arc<Port>, &RawFd)| {
             let end = GuestsEnd::borrow(self.qemu_pid(), *number)?;

@@ -210,7 +210,7 @@ pub struct Pause<'a> {
     method: Method<'a>,
     state: &'a DeviceState,
     held: Option<&'a AtomicBool>,
-    /// Last: the pause ends before.
+    /// Attention, last: the pause ends before.
     attended: Attended<'a>,
 }
 

@@ -26,7 +26,7 @@ const TABLE_BYTES: u64 = 2 << 20;
 /// Number of regions that the kernel reports in one call.
 const REGIONS_PER_CALL: usize = 512;
 
-/// Clean pages may be protected along with written ones, to save a call: one for so many.
+/// The number of written pages along with which one clean page may be protected, to save a call.
 const WRITTEN_PER_CLEAN: u64 = 8;
 
 /// The way in which a scan protects again what was written.
@@ -53,9 +53,9 @@ pub(crate) struct ScanArea {
 /// The knowledge about the memory that one page table maps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Table {
-    /// It had no content, the last time somebody looked.
+    /// The memory had no content, the last time somebody looked.
     Bare,
-    /// Got content since the last scan: all of it is new.
+    /// The memory got content since the last scan: all of it is new.
     New,
     /// Every write is reported page by page.
     Armed,

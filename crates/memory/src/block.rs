@@ -22,7 +22,7 @@ pub struct RamBlock {
 
 #[derive(Clone, Debug)]
 enum Source {
-    /// Shared with the daemon.
+    /// Memory shared with the daemon.
     Main(Arc<GuestRam>),
     /// Private memory of QEMU.
     Auxiliary(Arc<ProcessMemory>),

@@ -17,7 +17,7 @@ const TIMEOUT: TimeVal = TimeVal::new(10, 0);
 /// Asks the agent.
 #[derive(Debug)]
 pub struct Mappings {
-    /// One request at a time.
+    /// Socket, for one request at a time.
     socket: Mutex<OwnedFd>,
 }
 

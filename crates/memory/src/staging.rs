@@ -12,7 +12,7 @@ use understudy_threads::{Mutex, MutexGuard};
 /// Pages in a full chunk (1 MiB of content).
 pub const CHUNK_PAGES: usize = 256;
 
-/// Usual size of a pool's warm part, of any guest that is not small.
+/// The usual size of a pool's warm part, of any guest that is not small.
 pub const DEFAULT_WARM_BYTES: usize = 32 << 20;
 
 /// A pool's warm part for a guest of this memory: of a small one a sixteenth, since a host may have many of
@@ -118,7 +118,7 @@ impl Shared {
 /// Copies of up to [`CHUNK_PAGES`] pages. Goes back to its pool when dropped.
 #[derive(Debug)]
 pub struct CapturedChunk {
-    /// Present until dropped.
+    /// Chunk, present until this is dropped.
     chunk: Option<Chunk>,
     pool: Arc<Shared>,
 }
@@ -228,7 +228,7 @@ pub struct PageStaging {
 }
 
 impl PageStaging {
-    /// Empty staging that takes its buffers from `pool`.
+    /// An empty staging that takes its buffers from `pool`.
     pub fn new(pool: StagingPool) -> PageStaging {
         let filled = Self::empty_list(&pool);
         PageStaging { pool, filled }

@@ -108,7 +108,7 @@ fn bare_tap() {
     start.report("bare tap, out", FRAMES);
 }
 
-/// One write per frame, as QEMU does it.
+/// Sends with one write per frame, as QEMU does it.
 fn outbound(port: &Port, qemu: &OwnedFd) {
     let message = message();
     let start = Stopwatch::start();

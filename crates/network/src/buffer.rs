@@ -17,7 +17,7 @@ pub const DEFAULT_LIMIT_BYTES: usize = 64 << 20;
 /// costs no allocation and a release hands over whole batches.
 const BATCH_BYTES: usize = 256 * 1024;
 
-/// Emptied batches kept for reuse.
+/// The number of emptied batches that are kept for reuse.
 const SPARE_BATCHES: usize = 16;
 
 /// The bytes that are counted against the limit for each frame beside its own.

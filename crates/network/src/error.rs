@@ -64,7 +64,7 @@ pub enum NetworkError {
         /// The action that was refused.
         action: String,
     },
-    /// Any other refusal of the kernel.
+    /// The kernel refused something else.
     #[error("cannot {action}: {source}")]
     System {
         /// The action that was refused.

@@ -49,7 +49,7 @@ impl Offloads {
         self.0
     }
 
-    /// Both of these.
+    /// The offloads of both.
     pub fn and(self, other: Offloads) -> Offloads {
         Offloads(self.0 | other.0)
     }

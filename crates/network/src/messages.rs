@@ -43,7 +43,7 @@ pub(crate) enum Message<'a> {
     Short,
     /// A message from the agent.
     Control(&'a [u8]),
-    /// Nobody is at the other end.
+    /// The end: nobody is at the other one.
     End,
 }
 

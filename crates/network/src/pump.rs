@@ -17,7 +17,8 @@ use std::sync::Arc;
 const INBOUND_BYTES: usize = 256 * 1024;
 const INBOUND_FRAMES: usize = 64;
 
-/// Full readings of what the guest sends before the other way has its turn: as many frames.
+/// The number of full readings of what the guest sends before the other way has its turn: as many
+/// frames.
 const READINGS: usize = INBOUND_FRAMES / READ_AT_ONCE;
 
 /// A card's frames on their way, and what the thread alone knows of that.

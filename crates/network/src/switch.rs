@@ -31,7 +31,7 @@ struct Card {
 /// The way that a frame goes that a member sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Route {
-    /// Out of the group: it waits for its commit.
+    /// The frame goes out of the group: it waits for its commit.
     Outside,
     /// The frame goes to this card, now, and nowhere else.
     Inside(usize),

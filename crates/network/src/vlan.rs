@@ -35,7 +35,7 @@ impl VlanSet {
         &self.0
     }
 
-    /// Each of them.
+    /// The numbers of all of them.
     pub fn ids(&self) -> impl Iterator<Item = u16> + '_ {
         self.0.iter().flat_map(|&(first, last)| first..=last)
     }

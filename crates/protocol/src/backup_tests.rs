@@ -166,7 +166,7 @@ fn a_winner_that_hangs_hands_the_vm_back_to_whoever_keeps_it() {
     assert_eq!(actions, []);
 }
 
-/// Nobody had the VM, before: its former primary had lost it, and kept it for a host that did not
+/// The VM was once nobody's: its former primary had lost it, and kept it for a host that did not
 /// know.
 #[test]
 fn a_grant_that_was_not_heard_of_is_returned_by_a_copy_that_cannot_be_started() {

@@ -69,7 +69,7 @@ pub struct Delivery {
 }
 
 impl Delivery {
-    /// One that gives an epoch so long without any movement.
+    /// A delivery that gives an epoch so long without any movement.
     pub fn new(bound: Duration, now: Time) -> Delivery {
         let (captured, headway) = (VecDeque::new(), Headway::default());
         Delivery { bound, captured, headway, moved: now, begun: false }

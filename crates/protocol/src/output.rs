@@ -16,7 +16,7 @@ use std::time::Duration;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Output {
-    /// Each frame waits until its epoch is on the backup.
+    /// Every frame waits until its epoch is on the backup.
     #[default]
     Held,
     /// Frames leave at once: no output commit.

@@ -21,10 +21,11 @@ const TELLING_PAGES: u64 = 256;
 /// when the last epoch took its share of it.
 const FAST_LINK: f64 = 100_000.0;
 
-/// Each look that finds the guest outrunning the link takes this part of its processors.
+/// The part of its processors that is left to a guest by each look that finds it outrunning the
+/// link.
 const SLOWER: f64 = 0.8;
 
-/// Each small epoch gives as much back.
+/// The factor by which each small epoch gives back.
 const FASTER: f64 = 1.25;
 
 /// The share of its processors that a guest always keeps.

@@ -100,7 +100,7 @@ pub struct Evidence {
 /// The finding which images are valid.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Finding {
-    /// These are, for certain.
+    /// The valid images are these, for certain.
     Valid {
         /// The host that has them.
         host: HostName,

@@ -90,7 +90,7 @@ pub struct BootFiles<T = PathBuf> {
 }
 
 impl<T> BootFiles<T> {
-    /// Each of them, with its name in a definition.
+    /// All of them, each with its name in a definition.
     pub fn each(&self) -> [(&'static str, Option<&T>); 3] {
         let BootFiles { firmware, kernel, initrd } = self;
         [("firmware", firmware.as_ref()), ("kernel", kernel.as_ref()), ("initrd", initrd.as_ref())]

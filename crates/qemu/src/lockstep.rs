@@ -141,12 +141,12 @@ pub struct LogChannel {
     /// The log itself.
     pub log: UnixStream,
     page: Page,
-    /// One request at a time.
+    /// Connection to the agent, for one request at a time.
     control: Mutex<UnixStream>,
 }
 
 impl LogChannel {
-    /// New ones; `timeout` is for each answer of the agent's.
+    /// Creates both ends; `timeout` is for each answer of the agent's.
     pub fn create(timeout: Duration) -> io::Result<(LogChannel, LogEnds)> {
         let (log, qemus_log) = UnixStream::pair()?;
         for end in [&log, &qemus_log] {

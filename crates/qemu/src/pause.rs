@@ -158,8 +158,8 @@ impl AgentPauser {
         Ok([self.page.memfd.try_clone()?, self.bell.try_clone()?])
     }
 
-    /// One that another process has armed, with the same blocks; no pause was under way when it
-    /// died.
+    /// Adopts one that another process has armed, with the same blocks; no pause was under way when
+    /// it died.
     pub fn adopt(
         [page, bell]: [OwnedFd; 2],
         socket: BorrowedFd<'_>,

@@ -12,7 +12,7 @@ use nix::errno::Errno;
 use nix::libc;
 use std::{fs, io};
 
-/// Any real-time priority is above all ordinary threads.
+/// The real-time priority: any is above all ordinary threads.
 const PRIORITY: libc::c_int = 2;
 
 /// A vCPU runs on until somebody gets to stop it, so that must be able to.

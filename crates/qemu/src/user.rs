@@ -33,7 +33,7 @@ const OTHERS_READ: u32 = 0o004;
 /// User that the QEMUs of a host run as.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum RunAs {
-    /// Each as a user of its own, a number without a name; as this process's user
+    /// Every one as a user of its own, a number without a name; as this process's user
     /// if that is not root, and has no others to give.
     #[default]
     OwnNumber,

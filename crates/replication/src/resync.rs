@@ -51,7 +51,7 @@ pub enum Basis {
 
 /// The same, as the backup prepares it.
 pub enum Groundwork {
-    /// New mirrors are filled.
+    /// The mirrors are new ones, to be filled.
     Full(String),
     /// The images that are there are brought up to date.
     Resync(Vec<Mirror>, Resync),
@@ -82,7 +82,7 @@ pub fn track(
     Ok(Vec::new())
 }
 
-/// New, empty maps for these disks, in place of former ones.
+/// Creates new, empty maps for these disks, in place of former ones.
 pub fn create(disks: &[Arc<Disk>], directory: &Path) -> anyhow::Result<Vec<Arc<ChangeMap>>> {
     let create = |disk: &Arc<Disk>| -> anyhow::Result<Arc<ChangeMap>> {
         let path = changes_path(directory, disk.index());

@@ -28,7 +28,7 @@ impl Guests for Looked {
     fn output_since(&self, _: LastCheckpoint) -> Option<Time> {
         self.since
     }
-    /// One that writes a block now and then fills no epoch.
+    /// Whether it fills an epoch: one that writes a block now and then does not.
     fn is_full(&self) -> bool {
         false
     }

@@ -3,7 +3,7 @@
 use crate::host::HostId;
 use understudy_protocol::Time;
 
-/// Undisturbed checkpoints in a row: more lines than this are left out, but for
+/// The number of lines of undisturbed checkpoints in a row: more than that are left out, but for
 /// the first and the last of them.
 const ROUTINE_LINES: usize = 12;
 const ROUTINE_FIRST: usize = 3;

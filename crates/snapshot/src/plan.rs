@@ -158,7 +158,7 @@ impl Program {
         self.sizes.push(size);
     }
 
-    /// One ring starts no later than another, and not much earlier.
+    /// Has one ring start no later than another, and not much earlier.
     fn pair(&mut self, first: Variable, then: Variable, gap: Duration, cost: f64) {
         let excess = self.variables.add(variable().min(0.0));
         self.constraints.push(constraint!(first <= then));

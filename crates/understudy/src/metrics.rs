@@ -116,7 +116,7 @@ impl Page<'_> {
         self.registry.register(name, help, family);
     }
 
-    /// One value for each VM that has it.
+    /// Adds one value for each VM that has it.
     fn each(&mut self, name: &str, help: &str, value: impl Fn(&VmStatus) -> Option<f64>) {
         let vms = self.vms;
         let labelled = |vm| Some((of(vm), value(vm)?));

@@ -15,7 +15,7 @@ use understudy_report::LimitsReport;
 const BESIDE_BYTES: u64 = 512 << 20;
 /// Emulation keeps the code that it has translated, up to so much.
 const TRANSLATED_BYTES: u64 = 1 << 30;
-/// One part in so many of the guest's memory is for page tables, QEMU's and KVM's.
+/// The divisor of the guest's memory that gives the part for page tables, QEMU's and KVM's.
 const PAGE_TABLES: u64 = 128;
 
 /// Groups of QEMUs are named so, with the daemon's process id and a number behind.

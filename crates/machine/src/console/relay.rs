@@ -21,7 +21,7 @@ pub(crate) struct Relay {
     pub output: Arc<ConsoleOutput>,
     pub qemu: UnixStream,
     pub listener: UnixListener,
-    /// One at a time; others wait to be accepted.
+    /// The client, one at a time; others wait to be accepted.
     pub client: Option<UnixStream>,
     /// Bytes that the client sent and QEMU has not taken.
     pub typed: Vec<u8>,

@@ -75,7 +75,7 @@ nix::ioctl_readwrite!(uffdio_continue, 0xAA, 0x07, UffdioContinue);
 pub(crate) enum Told {
     /// Writes to protected pages.
     Writes,
-    /// These, and accesses to pages with content that QEMU has not mapped.
+    /// Writes to protected pages, and accesses to pages with content that QEMU has not mapped.
     WritesAndAccesses,
     /// Accesses to pages without content.
     Missing,
@@ -120,7 +120,7 @@ impl FaultDescriptor {
         Ok(FaultDescriptor { fd, in_use: AtomicBool::new(false) })
     }
 
-    /// One that another process has made so.
+    /// Adopts one that another process has made so.
     pub(crate) fn adopt(fd: OwnedFd) -> FaultDescriptor {
         FaultDescriptor { fd, in_use: AtomicBool::new(false) }
     }

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 
-/// Below this there can be nothing.
+/// A path below which there can be nothing.
 const NOWHERE: &str = "/dev/null";
 
 /// A definition whose paths are another host's: it reads as one whose files are nowhere.
@@ -26,7 +26,7 @@ pub enum BootFilesDiffer {
     /// The definition names one that did not come.
     #[error("the definition names the file of another host for \"{0}\", and no file comes for it")]
     Absent(&'static str),
-    /// One came that the definition does not name.
+    /// A file came that the definition does not name.
     #[error("a file comes for \"{0}\", which the definition does not have")]
     Unnamed(&'static str),
 }

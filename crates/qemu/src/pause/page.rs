@@ -52,7 +52,7 @@ impl Page {
         Ok(page)
     }
 
-    /// One that was created, of this size.
+    /// Maps one that was created, of this size.
     pub fn of(memfd: OwnedFd, bytes: NonZeroUsize) -> Result<Page, PauseError> {
         if fstat(&memfd)?.st_size != bytes.get() as i64 {
             return Err(io::Error::other("the page of pauses is that of another machine").into());

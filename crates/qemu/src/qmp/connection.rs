@@ -205,7 +205,7 @@ impl Connection {
         Ok((connection, QemuVersion { major, minor, micro }))
     }
 
-    /// One that another process has negotiated.
+    /// Adopts one that another process has negotiated.
     pub(crate) fn adopt(stream: UnixStream, timeout: Duration) -> Result<Connection, QmpError> {
         Ok(Connection { cut: true, ..Connection::new(stream, timeout)? })
     }

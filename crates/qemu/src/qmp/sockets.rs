@@ -16,7 +16,7 @@ pub struct MonitorSockets(pub(super) [UnixStream; MONITORS]);
 pub struct QemuEnds([OwnedFd; MONITORS]);
 
 impl MonitorSockets {
-    /// New pairs of connected sockets.
+    /// Creates pairs of connected sockets.
     pub fn create() -> io::Result<(MonitorSockets, QemuEnds)> {
         let [a, b, c] = [UnixStream::pair()?, UnixStream::pair()?, UnixStream::pair()?];
         Ok((MonitorSockets([a.0, b.0, c.0]), QemuEnds([a.1.into(), b.1.into(), c.1.into()])))

@@ -117,7 +117,7 @@ impl Session {
         Ok(())
     }
 
-    /// One more epoch is applied.
+    /// Applies one more epoch.
     fn extend(
         self: &Arc<Self>,
         part: WholeEpoch,

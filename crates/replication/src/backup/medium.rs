@@ -41,8 +41,8 @@ impl<T> Default for Media<T> {
 }
 
 impl<T> Media<T> {
-    /// One is about to be read; returns what was asked for before. None while another one is
-    /// still read: a peer could have this host read as much as it likes.
+    /// Notes that one is about to be read; returns what was asked for before. None while another
+    /// one is still read: a peer could have this host read as much as it likes.
     fn begin(&mut self) -> Option<Asked<T>> {
         match self.asked {
             Asked::Reading => None,

@@ -35,7 +35,7 @@ enum State {
 /// The thing that came over a path.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Heard {
-    /// Nothing, or a part of a message.
+    /// No message, or a part of one.
     Nothing,
     /// Signs of life.
     Signs,

@@ -168,7 +168,7 @@ fn connections_that_come_after_the_end_are_ended() {
     }
 }
 
-/// Any message was one, before.
+/// Any message was once one.
 #[test]
 fn what_is_no_heartbeat_is_no_sign_of_life_and_ends_the_connection() {
     for kind in Kind::ALL.into_iter().filter(|kind| *kind != Kind::Heartbeat) {

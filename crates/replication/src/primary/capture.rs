@@ -252,7 +252,7 @@ impl<'a> Capturer<'a> {
         Ok(())
     }
 
-    /// One checkpoint.
+    /// Takes one checkpoint.
     fn checkpoint(&mut self, cut: Cut) -> anyhow::Result<()> {
         stand_still("checkpoint-due");
         let epoch = self.session.running();

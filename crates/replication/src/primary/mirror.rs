@@ -110,7 +110,7 @@ pub fn resume(session: &Arc<Session>) {
 pub enum Share {
     /// All data.
     Data,
-    /// These runs of blocks.
+    /// The data in these runs of blocks.
     Changes(Vec<Range<u64>>),
 }
 

@@ -61,7 +61,7 @@ pub struct Member {
 }
 
 impl Member {
-    /// One whose session begins.
+    /// A member whose session begins.
     pub fn new() -> Member {
         Member {
             copy: Copy::Filling,
@@ -78,7 +78,7 @@ impl Member {
         }
     }
 
-    /// One more step. The last one comes once.
+    /// Plans one more step. The last one comes once.
     pub fn plan(&mut self, step: Step) {
         if !self.ended && self.parts_by.is_none() {
             self.steps.push_back(step);

@@ -230,8 +230,8 @@ impl Cohort {
         matches!(self.phase, CohortPhase::Running | CohortPhase::Restored) && !self.settled
     }
 
-    /// One that is about to start is not stopped in the midst of it; one that stays needs no
-    /// coordinator any more.
+    /// Whether it needs the coordinator: one that is about to start is not stopped in the midst of
+    /// it; one that stays needs no coordinator any more.
     fn needs_coordinator(&self) -> bool {
         matches!(self.phase, CohortPhase::Idle | CohortPhase::Loading(_) | CohortPhase::Loaded)
             || self.is_unsettled()

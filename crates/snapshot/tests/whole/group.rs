@@ -164,7 +164,7 @@ impl Group<'_> {
         }
     }
 
-    /// One member does something; returns what its host reports.
+    /// Lets one member do something; returns what its host reports.
     fn step(&mut self) -> Vec<(Member, About<TakeReport>)> {
         self.now = self.now + Duration::from_millis(1);
         let at = self.random.below(MEMBERS as u64) as usize;

@@ -127,7 +127,7 @@ impl Door {
         }
     }
 
-    /// Each is greeted apart.
+    /// Admits a caller, each of whom is greeted apart.
     async fn admit(
         self,
         greeting: impl Future<Output = Option<Greeted>> + Send,

@@ -57,7 +57,7 @@ struct Counts {
 pub struct Answering(Requests);
 
 impl Requests {
-    /// One is being answered from now on.
+    /// Begins to count one that is being answered from now on.
     pub fn begin(&self) -> Answering {
         self.0.going.fetch_add(1, Ordering::AcqRel);
         Answering(self.clone())
@@ -96,7 +96,7 @@ impl<S> Patient<S> {
         }
     }
 
-    /// Some of a request has come.
+    /// Notices that some of a request has come.
     fn notice_beginning(&mut self) {
         if self.has_begun || self.requests.are_going() {
             return;

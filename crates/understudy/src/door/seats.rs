@@ -37,7 +37,7 @@ impl Seats {
         Seats { free: Arc::new(Semaphore::new(most)), most_of_one, taken: Arc::default() }
     }
 
-    /// One that is free, waited for.
+    /// Waits for one that is free.
     pub(super) async fn one(&self) -> Result<OwnedSemaphorePermit, AcquireError> {
         self.free.clone().acquire_owned().await
     }

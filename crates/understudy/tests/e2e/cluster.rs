@@ -97,7 +97,7 @@ fn report(scene: &Scene, bank: SocketAddr) -> Result<Report> {
     Ok(Report { balance, pending, moves: moves.parse()? })
 }
 
-/// Each pays on the connections that it always had.
+/// Waits until each pays on the connections that it always had.
 pub fn await_payments(scene: &Scene, banks: &[SocketAddr]) -> Result<()> {
     let mut goals = Vec::new();
     for &bank in banks {

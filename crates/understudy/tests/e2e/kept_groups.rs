@@ -102,7 +102,7 @@ fn a_group_is_handed_to_and_fro_between_keepers() {
     });
 }
 
-/// Both guests on host a are lost with their hosts.
+/// Loses both guests on host a with their hosts.
 fn lose_both(scene: &mut Scene) -> Result<()> {
     let companion = Companion::new(scene)?;
     scene.start_guest("a")?;
@@ -208,7 +208,7 @@ impl HeldOrder {
         Ok(HeldOrder { file, _directory: directory })
     }
 
-    /// Both hosts are there again, and what is ordered of a keeper that starts on host a is held back.
+    /// Restarts both hosts; what is ordered of a keeper that starts on host a is held back.
     fn restart(&self, scene: &mut Scene) -> Result<()> {
         scene.restart("b")?;
         let mut host = with_group(with_keepers()).daemons.remove("a").context("no host a")?;
@@ -267,7 +267,7 @@ fn the_first_order_of_a_groups_keeper_fails_and_who_came_meanwhile_goes_on() {
     });
 }
 
-/// Both are lost, and come up with host a, where the order about the first is held.
+/// Loses both, which come up with host a, where the order about the first is held.
 fn come_up_and_be_held(scene: &mut Scene, held: &HeldOrder) -> Result<()> {
     set_autostart(scene)?;
     lose_both(scene)?;

@@ -85,7 +85,7 @@ impl Relay {
     }
 }
 
-/// One request, with its body.
+/// Reads one request, with its body.
 fn read_request(stream: &TcpStream) -> Result<Vec<u8>> {
     let mut reader = BufReader::new(stream);
     let (mut request, mut length) = (Vec::new(), 0);

@@ -72,7 +72,7 @@ fn burst(scene: &Scene, length: u64) -> Result<()> {
     })
 }
 
-/// Each bank hears each other one pay.
+/// Waits until each bank hears each other one pay.
 fn await_bursts(scene: &Scene) -> Result<()> {
     let last =
         || -> Result<Vec<u64>> { Ok(ledgers(scene)?.values().map(|(_, got)| got.last).collect()) };

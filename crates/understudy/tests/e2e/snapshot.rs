@@ -317,7 +317,7 @@ fn prove_library(scene: &Scene, store: &str) -> Result<()> {
     prove_refusals(scene, store)
 }
 
-/// Each wrong input gets an error of its own, and nothing is started.
+/// Proves that each wrong input gets an error of its own, and nothing is started.
 fn prove_refusals(scene: &Scene, store: &str) -> Result<()> {
     let host = scene.host("b")?;
     scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
@@ -356,7 +356,8 @@ fn prove_refusals(scene: &Scene, store: &str) -> Result<()> {
     await_forgotten(scene, "b")
 }
 
-/// One of its device state, and one of its main memory. (The kernel that it boots is on the host.)
+/// Paths of some chunks: one of its device state, and one of its main memory. (The kernel that it
+/// boots is on the host.)
 fn some_chunks(location: &str) -> Result<Vec<PathBuf>> {
     let store = Store::open(location)?;
     let manifest = store.snapshot(&VM.parse().unwrap(), None)?;

@@ -27,7 +27,8 @@ const MAC_IN_OTHER: &str = "02:00:00:00:00:30";
 
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Both hosts' bridges filter, and let both VLANs through to the switch, where the client is in both.
+/// Lays bridges on both hosts that filter, and let both VLANs through to the switch, where the
+/// client is in both.
 fn lay(scene: &Scene) -> Result<()> {
     for host in ["a", "b"] {
         let namespace = scene.lab().host(host)?;

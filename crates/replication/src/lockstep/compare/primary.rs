@@ -91,7 +91,7 @@ struct State {
 /// The reason why a whole comparison cannot be asked for, or has no result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// One is under way.
+    /// A comparison is under way.
     Busy,
     /// The comparison has no result, for this reason.
     Failed(String),
