@@ -169,7 +169,7 @@ pub struct DiskSync {
     pub full_because: Option<String>,
     /// Bytes sent of the disks copied so far, without what the guest wrote meanwhile.
     pub bytes: u64,
-    /// Time that that took, in seconds.
+    /// Time taken, in seconds.
     pub seconds: f64,
     /// Bytes of the disks in which the hosts' images may differ: what another
     /// synchronisation would copy if the backup failed now.

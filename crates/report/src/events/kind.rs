@@ -61,7 +61,7 @@ pub enum EventKind {
     Copied {
         /// Bytes that were sent.
         bytes: u64,
-        /// Time that that took, in seconds.
+        /// Time taken, in seconds.
         seconds: f64,
         /// The reason why all was copied; none if only what may have changed was.
         full_because: Option<String>,
