@@ -76,8 +76,8 @@ fn no_schedule_breaks_an_invariant_and_each_planted_bug_breaks_its_own() {
     }
 }
 
-/// Beyond those of the sweep. A VM was started on a mirror of which not all was on stable storage:
-/// what its guest read of it could be lost with the power.
+/// Seeds beyond those of the sweep. A VM was started on a mirror of which not all was on stable
+/// storage: what its guest read of it could be lost with the power.
 #[test]
 fn what_a_guest_is_started_on_outlives_the_power() {
     for seed in [273_221, 278_964, 306_972] {

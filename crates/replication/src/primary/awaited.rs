@@ -1,4 +1,4 @@
-//! What the backup is asked beside the epochs, and who waits for its answers: one of each kind.
+//! The questions to the backup beside the epochs, and who waits for its answers: one of each kind.
 
 use super::keep::Keeping;
 use crate::medium::MediumAnswer;
@@ -8,6 +8,6 @@ use crossbeam_channel::Sender;
 pub(super) struct Awaited {
     /// An epoch whose image the backup is to keep.
     pub keeping: Keeping,
-    /// What it says of a medium.
+    /// Channel for its answer about a medium.
     pub medium: Option<Sender<MediumAnswer>>,
 }

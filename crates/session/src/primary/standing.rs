@@ -13,7 +13,7 @@ use understudy_protocol::{Time, planted};
 /// A word counts for so long: a backup whose arbiter hangs says nothing.
 pub const FRESH: Duration = Duration::from_millis(4_500);
 
-/// So much of the backup's reason is kept, in characters.
+/// The length of a backup's reason that is kept, in characters.
 pub const LONGEST_REASON: usize = 1_000;
 
 /// The backup's last word.
@@ -25,7 +25,7 @@ pub struct Standing {
 }
 
 impl Standing {
-    /// That of a backup which has just taken the offer, and whose words count for so long.
+    /// The standing of a backup which has just taken the offer, and whose words count for so long.
     pub fn new(fresh: Duration, now: Time) -> Standing {
         Standing { fresh, heard: now, obstacle: None }
     }
@@ -47,7 +47,7 @@ impl Standing {
         }
     }
 
-    /// Why the backup could not take over at `now`, if it could not.
+    /// The reason why the backup could not take over at `now`, if it could not.
     pub fn obstacle(&self, now: Time) -> Option<String> {
         let age = now - self.heard;
         let silent = || {
