@@ -13,7 +13,7 @@ use std::sync::Arc;
 use understudy_protocol::{Generation, LeaseAnswer, LeaseErrand, Ownership, Renewal, Verdict};
 use understudy_protocol::{HostName, VmName};
 
-/// Why an arbiter gave no answer; for people.
+/// Reason why an arbiter gave no answer; for people.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Unreachable(pub String);
@@ -22,11 +22,11 @@ pub struct Unreachable(pub String);
 #[derive(Clone, Debug)]
 pub struct Arbiter {
     kind: Kind,
-    /// In whose name it is asked.
+    /// Host in whose name it is asked.
     host: HostName,
-    /// Where it is, for people.
+    /// Place where it is, for people.
     place: String,
-    /// Which one this host has used before.
+    /// Memory of the arbiter that this host has used before.
     memory: Arc<Memory>,
 }
 
@@ -84,7 +84,7 @@ impl Arbiter {
         Ok(ArbiterName { id: found, place: self.place.clone() })
     }
 
-    /// Which arbiter it is; none if nobody has used it yet.
+    /// Identity of the arbiter; none if nobody has used it yet.
     pub fn identity(&self) -> Result<Option<ArbiterId>, Unreachable> {
         match &self.kind {
             Kind::File(arbiter) => arbiter.identity(),
@@ -292,7 +292,7 @@ pub(crate) fn judge(owner: Ownership, from: Generation, host: Option<&HostName>)
     if asked_again { Verdict::Granted(owner.generation) } else { Verdict::Taken(owner) }
 }
 
-/// What a hand-back finds, where the record is not this host's at `from`; none where it is.
+/// Verdict on a hand-back, where the record is not this host's at `from`; none where it is.
 pub(crate) fn judge_hand_back(
     found: Option<&Ownership>,
     (from, host): (Generation, &HostName),

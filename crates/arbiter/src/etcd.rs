@@ -56,7 +56,8 @@ impl Etcd {
         })
     }
 
-    /// What the operator should see to, for people: certificates that have changed and are not used.
+    /// Problem that the operator should see to, for people: certificates that have changed and are
+    /// not used.
     pub fn problem(&self) -> Option<String> {
         self.access.problem()
     }

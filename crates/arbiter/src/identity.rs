@@ -1,4 +1,4 @@
-//! Which arbiter it is: a random number that the first host writes there, once, and that every
+//! Identity of an arbiter: a random number that the first host writes there, once, and that every
 //! host remembers. An empty directory where the shared one should be mounted, another directory,
 //! or a cluster set up anew is another arbiter, and decides nothing.
 
@@ -58,9 +58,9 @@ impl std::fmt::Display for ArbiterId {
 /// The arbiter as a host speaks of it to another one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ArbiterName {
-    /// Which one it is.
+    /// Identity of the arbiter.
     pub id: ArbiterId,
-    /// Where the speaking host finds it; for people.
+    /// Place where the speaking host finds it; for people.
     pub place: String,
 }
 
@@ -73,7 +73,7 @@ impl std::fmt::Display for ArbiterName {
 /// The arbiter that this host has used before.
 #[derive(Debug, Default)]
 pub struct Memory {
-    /// None: for as long as the daemon lives.
+    /// File of the memory; none: it lasts as long as the daemon.
     path: Option<PathBuf>,
     /// Another process of this host writes it there.
     is_anothers: bool,
@@ -81,7 +81,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// What the host has noted in its state directory.
+    /// Memory that the host has in its state directory.
     pub fn of(state_dir: &Path) -> anyhow::Result<Memory> {
         let path = state_dir.join(MEMORY);
         let known = match fs::read_to_string(&path) {
@@ -154,7 +154,7 @@ impl Memory {
         )
     }
 
-    /// Under the lock: several may meet the arbiter for the first time at once.
+    /// Remembers `id`, under the lock: several may meet the arbiter for the first time at once.
     fn remember(&self, id: &ArbiterId) -> anyhow::Result<()> {
         let mut known = self.known.lock();
         if known.is_none() {
@@ -197,7 +197,8 @@ mod tests {
         }
     }
 
-    /// Before, the first `vm start` beside the daemon's own look at a new arbiter failed, now and then.
+    /// Regression: the first `vm start` beside the daemon's own look at a new arbiter failed, now
+    /// and then.
     #[test]
     fn an_arbiter_that_others_name_meanwhile_has_not_lost_its_name() {
         let memory = Memory::default();

@@ -16,7 +16,7 @@ use understudy_protocol::{Generation, Ownership, Renewal, Verdict};
 const TRIES: usize = 3;
 
 const IDENTITY: &str = "/identity";
-/// There never is such a key.
+/// Key that there never is.
 const NOTHING: &str = "/rehearsals";
 
 /// The records in one etcd cluster.

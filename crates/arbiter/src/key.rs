@@ -1,4 +1,4 @@
-//! What the arbiter has a record of.
+//! Keys: what the arbiter has a record of.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -9,14 +9,14 @@ use understudy_protocol::{GroupName, VmName};
 pub enum Key<'a> {
     /// The ownership of a VM.
     Vm(&'a VmName),
-    /// How often a group of VMs was restored: its incarnation.
+    /// Incarnation of a group of VMs: how often it was restored.
     Incarnation(&'a GroupName),
     /// Whether the members of a restored group stay.
     Restore(&'a GroupName),
 }
 
 impl Key<'_> {
-    /// Where the record's folder is, in the directory of the arbiter.
+    /// Path of the record's folder, in the directory of the arbiter.
     pub fn below(&self, directory: &Path) -> PathBuf {
         directory.join(self.to_string())
     }

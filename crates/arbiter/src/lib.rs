@@ -1,4 +1,4 @@
-//! Who owns a VM: one (host, generation) record for each key, changed by
+//! Ownership of VMs: one (host, generation) record for each key, changed by
 //! compare-and-swap only.
 //!
 //! A key is the name of a VM, or of a group that is owned as one. Every answer that does not come

@@ -26,7 +26,7 @@ use understudy_replication::records::Record;
 use understudy_report::Mode;
 use understudy_report::error::{ErrorKind, HostError};
 
-/// What is left where a VM's newest images are lost.
+/// Remedy that is left where a VM's newest images are lost.
 pub(crate) const LOST: &str = "if they are lost for good, `understudy vm start FILE --force` starts it \
                                on FILE's, of a backup say (docs/runbook.md)";
 
@@ -267,7 +267,7 @@ impl Host {
         Ok(Past::of(record, newest))
     }
 
-    /// What to do about a VM that this host may not start.
+    /// Remedy: what to do about a VM that this host may not start.
     fn remedy(&self, name: &VmName) -> String {
         let runner = self.inquire(name).ok().and_then(|inquiry| inquiry.runner());
         match runner {
@@ -282,8 +282,8 @@ impl Host {
         }
     }
 
-    /// After a take-over, or a restore, the newest images are in this host's own directory,
-    /// whatever a definition from before says.
+    /// Checks the paths of disks: after a take-over, or a restore, the newest images are in this
+    /// host's own directory, whatever a definition from before says.
     fn check_paths(&self, definition: &VmDefinition, record: &Record) -> Result<(), HostError> {
         let name = &definition.name;
         // Of CD-ROM drives the definition counts: what it names is put in.

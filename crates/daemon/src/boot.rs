@@ -31,14 +31,14 @@ use understudy_threads::lock;
 /// Its operator waits for a guest to power off as the daemon's end does, and for at least so long.
 const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What a VM that is started was before.
+/// Past of a VM that is started.
 #[derive(Default)]
 pub(crate) struct Past {
     /// The newest generation known of it.
     newest: Generation,
     /// Its images may be older than another host's: its operator insists on them.
     insisted: bool,
-    /// What is on record of the images that it starts on.
+    /// Record of the images that it starts on.
     record: Option<Record>,
     /// A host that has a copy of it, or had one.
     pub peer: Option<HostName>,
@@ -49,7 +49,7 @@ pub(crate) struct Past {
 }
 
 impl Past {
-    /// That of a VM which starts on the images of its record, if it has one.
+    /// Past of a VM which starts on the images of its record, if it has one.
     pub fn of(record: Option<Record>, newest: Generation) -> Past {
         let peer = record.as_ref().and_then(|record| record.peer.clone());
         Past { newest, record, peer, ..Past::default() }
@@ -70,7 +70,7 @@ impl Past {
         Past { wish, ..self }
     }
 
-    /// What is on record of the images.
+    /// Record of the images.
     pub fn record(&self) -> Option<&Record> {
         self.record.as_ref()
     }
@@ -246,7 +246,7 @@ impl Host {
         self.records.change(name, claim).map_err(internal)
     }
 
-    /// How a QEMU of this host records, from now on.
+    /// Settings with which a QEMU of this host records, from now on.
     fn recording(
         &self,
         definition: &VmDefinition,

@@ -49,17 +49,18 @@ use understudy_report::meters::Meters;
 use understudy_report::{ArbiterReport, CheckpointTiming, HostStatus, VmStatus};
 use understudy_threads::Common;
 
-/// How long the backup may take to answer an operator's wish.
+/// Time that the backup may take to answer an operator's wish.
 pub(crate) const PEER_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How long an address may still be in use by the daemon before this one, or not be this host's yet.
+/// Time for which an address may still be in use by the daemon before this one, or not be this
+/// host's yet.
 pub const ADDRESS_PATIENCE: Duration = Duration::from_secs(5);
 
 /// One running daemon. All calls block; call them off the async threads.
 pub struct Host {
     /// The configuration.
     pub(crate) config: HostConfig,
-    /// What this process keeps; none if it is the daemon.
+    /// VMs that this process keeps; none if it is the daemon.
     pub(crate) keeps: Option<Kept>,
     /// The daemon's hold on its state directory; none in a keeper.
     _state_dir: Option<StateDir>,
@@ -69,14 +70,14 @@ pub struct Host {
     /// The QEMU of which they are.
     pub(crate) installed: Installed,
     pub(crate) agent: PathBuf,
-    /// What speaks against protecting VMs on this kernel.
+    /// Reason that speaks against protecting VMs on this kernel.
     pub(crate) kernel_problem: Option<String>,
-    /// What this host's images are.
+    /// Records of what this host's images are.
     pub(crate) records: Records,
     pub(crate) vms: Common<BTreeMap<VmName, Vm>>,
     /// Whether the last machine of each name is still there, or on its way out.
     pub(crate) presences: Common<BTreeMap<VmName, Weak<()>>>,
-    /// Held while a VM is added, so that two cannot take one name.
+    /// Lock that is held while a VM is added, so that two cannot take one name.
     pub(crate) adding: Common<()>,
     /// VMs that it is about to claim; changed under `adding`.
     pub(crate) starting: Common<BTreeSet<VmName>>,
@@ -84,7 +85,7 @@ pub struct Host {
     pub(crate) arrivals: Arrivals,
     /// Connections of hosts that are not known yet.
     pub(crate) lobby: Arc<Lobby>,
-    /// Held while a group's protection is set up. Not `adding`: two hosts that
+    /// Lock that is held while a group's protection is set up. Not `adding`: two hosts that
     /// protect to each other would wait for each other.
     pub(crate) protecting: Common<()>,
     /// Groups that this host backs up, or did, by the session of their leader.
@@ -95,21 +96,21 @@ pub struct Host {
     pub(crate) peers: Peers,
     /// The other hosts, as far as etcd knows them.
     pub(crate) members: Members,
-    /// What it does for snapshots and restores.
+    /// State of what it does for snapshots and restores.
     pub(crate) snapshots: Snapshots,
-    /// What resets this host when nobody looks after leases.
+    /// Watchdog that resets this host when nobody looks after leases.
     pub(crate) watchdog: Common<Option<Watchdog>>,
     /// Guests that outlived the last daemon.
     pub(crate) orphans: Orphans,
-    /// What is wrong with this host.
+    /// Problems of this host.
     pub(crate) troubles: Common<Troubles>,
     /// VMs that are to come up with this host.
     pub(crate) awaited: Awaited,
-    /// What happened.
+    /// Journal of what happened.
     pub(crate) events: Journal,
-    /// What is counted of its VMs.
+    /// Counters of its VMs.
     pub(crate) meters: Meters,
-    /// Where panics in threads of VMs are told.
+    /// Sender to which panics in threads of VMs are told.
     pub(crate) panics: Panics,
     /// Set for good when the daemon ends.
     pub(crate) closing: AtomicBool,
@@ -178,7 +179,7 @@ impl Host {
         Ok(host)
     }
 
-    /// What daemon and keepers do alike, for as long as they live.
+    /// Starts what daemon and keepers do alike, for as long as they live.
     fn look_after_itself(self: &Arc<Self>) -> Result<(), HostError> {
         if let Some(tls) = &self.identity.tls {
             tls::renewal::start(Arc::downgrade(tls));
@@ -297,18 +298,19 @@ impl Host {
         Ok(self.primary(name)?.timings())
     }
 
-    /// What its API is served with over the network, if its configuration wants that.
+    /// Configuration with which its API is served over the network, if its configuration wants
+    /// that.
     pub fn remote_api(&self) -> Option<(ApiConfig, ApiTls)> {
         let tls = self.identity.tls.clone()?;
         Some((self.config.api.clone()?, ApiTls::new(tls)))
     }
 
-    /// What has happened on this host.
+    /// Journal of what has happened on this host.
     pub fn events(&self) -> Journal {
         self.events.clone()
     }
 
-    /// What is counted of this host's VMs for a monitoring system.
+    /// Counters of this host's VMs for a monitoring system.
     pub fn meters(&self) -> Meters {
         self.meters.clone()
     }

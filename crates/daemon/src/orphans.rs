@@ -24,20 +24,20 @@ use understudy_qemu::process::{self, has_ended};
 use understudy_report::{Protection, Role, VmStatus};
 use understudy_threads::Common;
 
-/// Before what failed is tried again: the arbiter, or the store, may answer later.
+/// Pause before what failed is tried again: the arbiter, or the store, may answer later.
 const AGAIN: Duration = Duration::from_secs(1);
-/// How often whoever waits for the end of an orphan looks.
+/// Time after which whoever waits for the end of an orphan looks again.
 const LOOK: Duration = Duration::from_millis(20);
 
 /// A guest that stands still.
 pub(crate) struct Orphan {
-    /// What is known of it.
+    /// Note on what is known of it.
     pub note: RestoreNote,
     /// All descriptors that its daemon had of it. QEMU's pidfd comes first.
     pub descriptors: Vec<OwnedFd>,
     /// Custodian that keeps it.
     pub custody: Custody,
-    /// Since when it stands still.
+    /// Time since which it stands still.
     pub since: Instant,
 }
 
@@ -58,14 +58,14 @@ pub(crate) struct Orphans(Arc<Common<BTreeMap<VmName, Waiting>>>);
 struct Waiting {
     why: String,
     of: Former,
-    /// True once nobody wants it any more.
+    /// Whether nobody wants it any more.
     given_up: bool,
 }
 
-/// Who had it.
+/// Former holder of a guest.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Former {
-    /// This host's last daemon.
+    /// Daemon that this host had last.
     Daemon,
     /// A keeper.
     Keeper,
@@ -93,7 +93,8 @@ impl Drop for Between {
 }
 
 impl Orphans {
-    /// Why a guest of that name stands still, as the end of a sentence; none if there is none.
+    /// Reason why a guest of that name stands still, as the end of a sentence; none if there is
+    /// none.
     pub fn why(&self, vm: &VmName) -> Option<String> {
         let orphans = self.0.lock();
         let Waiting { why, of, .. } = orphans.get(vm)?;
@@ -185,11 +186,11 @@ impl Orphans {
     }
 }
 
-/// Why a guest was not taken back.
+/// Reason why a guest was not taken back.
 enum Failure {
-    /// It may be the next time.
+    /// Another try may succeed.
     Later(String),
-    /// It is not this host's any more, or has ended.
+    /// The guest is not this host's any more, or has ended.
     Lost(String),
 }
 

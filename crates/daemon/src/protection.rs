@@ -75,7 +75,7 @@ impl Host {
         self.begin_alone(vm, request)
     }
 
-    /// How a VM whose protection was lost is to be protected by now.
+    /// Wish for how a VM whose protection was lost is to be protected by now.
     pub(crate) fn still_wanted(&self, vm: &PrimaryVm) -> Result<Wish, HostError> {
         vm.repairer.wish().filter(|_| !self.is_powering_off()).ok_or_else(|| {
             HostError::new(ErrorKind::Conflict, "nobody wants it protected any more".to_owned())
@@ -181,7 +181,7 @@ impl Host {
         Ok(Vm::Primary(vm.clone()).status())
     }
 
-    /// Planned fail-over: hands the VM, and its group, to the backup without losing anything.
+    /// Hands the VM, and its group, to the backup (planned fail-over) without losing anything.
     /// Returns when the backup runs it.
     pub fn failover(&self, name: &VmName) -> Result<(), HostError> {
         let vm = self.going_primary(name)?;

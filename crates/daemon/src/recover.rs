@@ -29,14 +29,14 @@ use understudy_snapshot::SnapshotNumber;
 
 pub(crate) use inquiry::Inquiry;
 
-/// What a host answers when it is asked about its images of a VM.
+/// Answer of a host when it is asked about its images of a VM.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ImagesAnswer {
     /// The host.
     pub host: HostName,
     /// Its record, if it has images.
     pub record: Option<Record>,
-    /// What it does with the VM at this moment, if anything.
+    /// Work that it does on the VM at this moment, if anything.
     pub busy: Option<String>,
     /// Whether it keeps a guest of it that it has lost, and goes on with once the VM is its own again.
     #[serde(default)]
@@ -49,7 +49,7 @@ pub struct ImagesAnswer {
     pub snapshots: BTreeMap<GroupName, SnapshotNumber>,
 }
 
-/// What is to be started here.
+/// Images that are to be started here.
 pub(crate) struct Recovery {
     report: RecoverReport,
     pub(crate) record: Record,
@@ -60,7 +60,7 @@ pub(crate) struct Recovery {
 }
 
 impl Host {
-    /// What this host says of its images of a VM.
+    /// Answer of this host on its images of a VM.
     pub(crate) fn images_answer(&self, vm: &VmName) -> Result<ImagesAnswer, HostError> {
         let mut runs = None;
         // In this order: what is started is in one of them at any moment.
@@ -92,7 +92,7 @@ impl Host {
         Ok(ImagesAnswer { host, record, busy, keeps, runs, snapshots })
     }
 
-    /// This host's record of a VM.
+    /// Record that this host has of a VM.
     pub(crate) fn record(&self, vm: &VmName) -> Result<Option<Record>, HostError> {
         self.records
             .read(vm)
@@ -154,7 +154,7 @@ impl Host {
         Ok(inquiry)
     }
 
-    /// What is to be started here by all that was answered; an error if nothing is.
+    /// Recovery that follows here from all that was answered; an error if nothing is.
     pub(crate) fn recovery(
         &self,
         name: &VmName,
@@ -296,7 +296,7 @@ impl Host {
         Some(Ownership { host: Some(host.to_owned()), generation: ran })
     }
 
-    /// What the owner of a VM, by the arbiter's word, does with it.
+    /// Word of a VM's owner, as the arbiter names it, on what it does with the VM.
     pub(crate) fn ask_owner(&self, vm: &VmName) -> OwnersWord {
         let record = match self.ask_arbiter(vm) {
             (ArbiterWord::Silent, why) if self.arbiter.is_some() => {
@@ -362,9 +362,9 @@ pub(crate) enum OwnersWord {
     Idle(Option<Ownership>),
     /// This.
     Busy(HostName, String),
-    /// It does not answer, and owns it at this generation.
+    /// The owner does not answer, and owns it at this generation.
     Silent(HostName, Generation),
-    /// Who owns it the arbiter does not say, for this reason.
+    /// Owner that the arbiter does not name, for this reason.
     Unknown(String),
 }
 

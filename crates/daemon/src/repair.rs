@@ -28,7 +28,7 @@ use understudy_session::primary::Event;
 use understudy_threads::{Mutex, spawn};
 use understudy_threads::{lock, within};
 
-/// How often a synchronisation is looked at.
+/// Time between two looks at a synchronisation.
 const SYNC_INTERVAL: Duration = Duration::from_millis(100);
 /// A next try that is so near is worth waiting for.
 const SOON: Duration = Duration::from_secs(5);
@@ -37,17 +37,17 @@ const HEALTHY: Duration = Duration::from_secs(600);
 /// The thread looks up at least this often: its VM may have gone.
 const LONGEST_SLEEP: Duration = Duration::from_secs(2);
 
-/// How a VM is to be protected, as its operator wants it.
+/// Wish for how a VM is to be protected, as its operator wants it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Wish {
-    /// How.
+    /// Request with which it is to be protected.
     pub request: ProtectRequest,
-    /// With which others, if not by itself.
+    /// Group with whose VMs it is protected, if not by itself.
     pub group: Option<GroupMembers>,
 }
 
 impl Wish {
-    /// Of a VM by itself.
+    /// Wish for a VM by itself.
     pub fn alone(request: ProtectRequest) -> Wish {
         Wish { request, group: None }
     }
@@ -74,7 +74,7 @@ struct State {
     wish: Option<Wish>,
     /// The end of the last wait that the log knows of.
     logged: Option<Time>,
-    /// How often in a row a backup diverged, and when last.
+    /// Number of times in a row that a backup diverged, and when last.
     divergences: (u32, Time),
     /// Whether there is a thread that sees to it.
     has_thread: bool,
@@ -93,7 +93,7 @@ impl Repairer {
         }
     }
 
-    /// How the VM should be protected; none if it should not.
+    /// Wish for how the VM should be protected; none if it should not.
     pub fn wish(&self) -> Option<Wish> {
         lock(&self.state).wish.clone()
     }
@@ -160,7 +160,7 @@ impl Repairer {
         let _ = self.events.send(event);
     }
 
-    /// What is being done about lost protection, for people.
+    /// Words on what is being done about lost protection, for people.
     pub fn describe(&self) -> Option<String> {
         if let Some(wish) = self.wanted()
             && let Some(group) = wish.followed_by(&self.vm)
@@ -275,7 +275,7 @@ pub(crate) fn start(host: &Arc<Host>, vm: &Arc<PrimaryVm>) {
     }
 }
 
-/// Never holds the VM while it waits or asks other hosts.
+/// Watches a VM; never holds it while it waits or asks other hosts.
 fn watch(host: &Weak<Host>, vm: &Weak<PrimaryVm>, inbox: &Receiver<RepairEvent>) {
     loop {
         let Some(sleep) = vm.upgrade().map(|vm| vm.repairer.sleep()) else { return };

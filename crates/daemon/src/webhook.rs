@@ -16,14 +16,14 @@ use ureq::http::Response;
 use ureq::http::header::LOCATION;
 use ureq::{Agent, Body};
 
-/// For the receiver to answer.
+/// Time for the receiver to answer.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// Before the next try, doubled each time: the first and the longest wait.
+/// Pauses before the next try, doubled each time: the first and the longest wait.
 const WAITS: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(60)];
-/// Between two looks for new events.
+/// Time between two looks for new events.
 const LOOK: Duration = Duration::from_millis(250);
 
-/// What is posted.
+/// Content that is posted.
 #[derive(Serialize)]
 struct Post<'a> {
     host: &'a HostName,
@@ -31,14 +31,14 @@ struct Post<'a> {
     event: &'a Event,
 }
 
-/// What became of a post.
+/// Outcome of a post.
 #[derive(Debug, PartialEq, Eq)]
 enum Answer {
     /// The receiver has the event.
     Taken,
-    /// It never will.
+    /// The receiver never will have it.
     Refused(String),
-    /// It may later.
+    /// The receiver may have it later.
     Later(String),
 }
 

@@ -1,4 +1,4 @@
-//! Which parts of an image may differ from another host's copy of it: a bitmap that
+//! Map of the parts of an image that may differ from another host's copy of it: a bitmap that
 //! outlives the daemon.
 //!
 //! A bit stands for [`GRANULE_BYTES`] of the disk. It is in the file before the image is
@@ -30,16 +30,16 @@ const MAGIC: &[u8; 8] = b"USCHNG1\n";
 const BITS_AT: u64 = 4096;
 const SEAL_AT: u64 = 16;
 const BOOT_ID_AT: u64 = 32;
-/// Not sealed: the image may have been written since.
+/// Mark of a map that is not sealed: the image may have been written since.
 const OPEN: i64 = 0;
 
-/// Whose rounds they are: those of one session, of all its disks. Once the next one's are begun they
-/// forget nothing any more, however late a thread of the former session comes.
+/// Owner of rounds: they are those of one session, of all its disks. Once the next one's are begun
+/// they forget nothing any more, however late a thread of the former session comes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rounds(u64);
 
 impl Rounds {
-    /// Those of a new session.
+    /// Rounds of a new session.
     pub fn of_new_session() -> Rounds {
         static LAST: AtomicU64 = AtomicU64::new(0);
         Rounds(LAST.fetch_add(1, Ordering::Relaxed))
@@ -60,9 +60,9 @@ struct State {
     all: bool,
     /// The file may lack what is marked here: the next that goes there is all of it.
     unwritten: bool,
-    /// Marked since the round began.
+    /// Granules marked since the round began.
     current: Vec<u8>,
-    /// Marked before.
+    /// Granules marked before.
     closing: Vec<u8>,
     /// The only ones that forget anything.
     rounds: Option<Rounds>,
@@ -127,7 +127,7 @@ impl ChangeMap {
         Ok(Ok(ChangeMap { granules, state: Mutex::new(State::new(file, current)) }))
     }
 
-    /// To be called before the image is written: the map tells its changes from now on,
+    /// Unseals the map, before the image is written: it tells its changes from now on,
     /// for as long as the host's kernel runs.
     pub fn unseal(&self) -> io::Result<()> {
         let state = self.lock();
@@ -136,7 +136,7 @@ impl ChangeMap {
         state.file.sync()
     }
 
-    /// To be called when nobody writes the image any more, after it was synced: the map
+    /// Seals the map, when nobody writes the image any more, after it was synced: it
     /// will be believed whatever happens to the host, unless the image changes.
     pub fn seal(&self, image: &Path) -> io::Result<()> {
         self.lock().seal(image)
@@ -183,7 +183,7 @@ impl ChangeMap {
         Ok(())
     }
 
-    /// From here on these rounds count, and none of an earlier session.
+    /// Begins these rounds: from here on they count, and none of an earlier session.
     pub(crate) fn begin_rounds(&self, rounds: Rounds) {
         self.lock().rounds = Some(rounds);
     }
@@ -309,7 +309,7 @@ fn place(granule: u64) -> (usize, u8) {
     ((granule / 8) as usize, 1 << (granule % 8))
 }
 
-/// Why the map may not tell all changes of the image.
+/// Reason why the map may not tell all changes of the image.
 fn doubt(file: &File, image: &Path) -> io::Result<Option<String>> {
     let mut seal = [0; 8];
     file.read_exact_at(&mut seal, SEAL_AT)?;

@@ -71,7 +71,7 @@ fn a_round_forgets_what_was_marked_before_it_and_no_more() {
     assert_eq!(reopen(&path, &image).unwrap().runs(), [1..2, 9..10]);
 }
 
-/// Twice a second the whole map of an idle disk was written anew.
+/// Regression: twice a second the whole map of an idle disk was written anew.
 #[test]
 fn a_round_in_which_nothing_was_set_aside_writes_nothing() {
     let (_directory, image, path) = image();
@@ -90,7 +90,8 @@ fn a_round_in_which_nothing_was_set_aside_writes_nothing() {
     assert_eq!(byte, [0xff]);
 }
 
-/// Before, the round after a write that failed half-way forgot it, and it had gone to no other host.
+/// Regression: the round after a write that failed half-way forgot it, and it had gone to no other
+/// host.
 #[test]
 fn what_a_failed_change_may_have_left_behind_is_never_forgotten() {
     let (_directory, image, path) = image();
@@ -111,8 +112,9 @@ fn what_a_failed_change_may_have_left_behind_is_never_forgotten() {
     }
 }
 
-/// Before, a thread of a session that had ended forgot what the next one was about to copy: none of both hosts'
-/// lists had it any more, and after a third session a guest began on blocks that were old.
+/// Regression: a thread of a session that had ended forgot what the next one was about to copy:
+/// none of both hosts' lists had it any more, and after a third session a guest began on blocks
+/// that were old.
 #[test]
 fn a_session_that_is_over_forgets_nothing_that_is_the_next_ones() {
     let (_directory, image, path) = image();
@@ -143,13 +145,14 @@ fn a_session_that_is_over_forgets_nothing_that_is_the_next_ones() {
     assert_eq!(granules(&reopen(&path, &image).unwrap()), [4]);
 }
 
-/// What the map has in its file's stead, for as long as nothing can be written there.
+/// Puts a file to which nothing can be written in the place of the map's, and returns that.
 fn fill_up(map: &ChangeMap) -> Durable {
     let full = OpenOptions::new().read(true).write(true).open("/dev/full").unwrap();
     std::mem::replace(&mut map.lock().file, Durable::new(full))
 }
 
-/// Before, a guest's write was refused, and made when it came again, without a mark in the file.
+/// Regression: a guest's write was refused, and made when it came again, without a mark in the
+/// file.
 #[test]
 fn a_mark_that_could_not_be_written_is_written_at_the_next_try() {
     let (_directory, image, path) = image();
@@ -233,7 +236,7 @@ fn a_disk_marks_before_it_changes() {
 }
 
 proptest! {
-    /// Against a plain set of granules.
+    /// Compares with a plain set of granules.
     #[test]
     fn the_map_holds_what_was_marked_since_the_last_ended_round(
         steps in proptest::collection::vec((0..3u8, 0..DISK_BYTES, 0..5 * GRANULE_BYTES), 0..60),

@@ -1,4 +1,4 @@
-//! How large an export must be for an image of a given format.
+//! Size that an export must have for an image of a given format.
 
 use crate::error::DiskError;
 use serde_json::Value;
@@ -11,7 +11,7 @@ use std::str::FromStr;
 
 /// QEMU counts disks in sectors.
 pub(crate) const SECTOR_BYTES: u64 = 512;
-/// What a qcow2 image begins with, and the versions that follow (big-endian).
+/// Bytes that a qcow2 image begins with, and the versions that follow (big-endian).
 const QCOW2_MAGIC: &[u8] = b"QFI\xfb";
 const QCOW2_VERSIONS: [&[u8]; 3] = [&[0, 0, 0, 1], &[0, 0, 0, 2], &[0, 0, 0, 3]];
 /// Sizes of qcow2 exports are rounded up to this.

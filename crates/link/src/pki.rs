@@ -25,13 +25,13 @@ pub const CA_CERT: &str = "ca.pem";
 /// The CA's key, which no host needs.
 pub const CA_KEY: &str = "ca.key";
 
-/// For so long a host's certificate is valid unless somebody says otherwise.
+/// Days that a host's certificate is valid unless somebody says otherwise.
 pub const HOST_DAYS: u32 = 825;
 const CA_DAYS: u32 = 3650;
 /// Clocks of hosts may differ by this much.
 const CLOCK_SKEW: Duration = Duration::from_secs(3600);
 
-/// What was written.
+/// Files that were written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Written {
     /// A certificate, PEM.

@@ -4,7 +4,7 @@ use crate::{END, LogPosition};
 use std::time::Duration;
 use understudy_protocol::Time;
 
-/// What QEMU shows of its work.
+/// The signs of its work that QEMU shows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Signs {
     /// The log that it has taken.
@@ -18,14 +18,15 @@ pub struct Signs {
 /// A QEMU that has made no progress for too long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stuck {
-    /// For so long: it diverged.
+    /// It diverged: it has been stuck for so long.
     Diverged(Duration),
     /// A disk has not answered for so long: that is no fault of the log's.
     Disk(Duration),
 }
 
-/// What a QEMU has before it whose log has ended: bytes that it has not taken, and the last event,
-/// which it takes whole before it executes it. `event` is the one that it waits to execute.
+/// The rest that a QEMU has before it whose log has ended: bytes that it has not taken, and the
+/// last event, which it takes whole before it executes it. `event` is the one that it waits to
+/// execute.
 pub fn left_of_ended_log(pending: u64, event: u64) -> u64 {
     if event == u64::from(END) { pending } else { pending.max(1) }
 }

@@ -25,7 +25,7 @@ pub struct NameError {
 
 impl NameError {
     fn new(text: &str, kind: &'static str, allowed: &'static str) -> NameError {
-        /// Enough to recognise it in a message.
+        /// The length that is enough to recognise it in a message.
         const SHOWN: usize = 80;
         let mut shown: String = text.chars().take(SHOWN).collect();
         if shown.len() < text.len() {

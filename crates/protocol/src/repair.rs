@@ -16,7 +16,7 @@ const LONGEST_WAIT: Duration = Duration::from_secs(15);
 /// Protection that stood for less is a failed attempt as far as waiting goes:
 /// a backup that fails again and again must not be copied to without a pause.
 const STABLE: Duration = Duration::from_secs(10);
-/// How long a host whose attempt failed comes after all the others.
+/// Time for which a host whose attempt failed comes after all the others.
 const GRUDGE: Duration = Duration::from_secs(60);
 
 /// A host that may become the backup, as it was found in a survey. The own host
@@ -25,11 +25,11 @@ const GRUDGE: Duration = Duration::from_secs(60);
 pub struct Candidate {
     /// Its name.
     pub host: HostName,
-    /// What it said, or why it cannot take the VM: it is silent, or refuses.
+    /// Its answer, or the reason why it cannot take the VM: it is silent, or refuses.
     pub answer: Result<Fitness, String>,
 }
 
-/// What makes a host a good backup.
+/// The fitness of a host as a backup.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Fitness {
     /// Bytes of memory that it has to spare.
@@ -40,7 +40,7 @@ pub struct Fitness {
     pub same_zone: bool,
 }
 
-/// What happens to the protection of one VM.
+/// An event that happens to the protection of one VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RepairEvent {
     /// The VM runs on this host alone although it should be protected, for this
@@ -58,7 +58,7 @@ pub enum RepairEvent {
     Tick,
 }
 
-/// What must be done.
+/// An action that must be taken.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RepairAction {
     /// Ask all hosts whether, and how well, they could take the VM.
@@ -69,10 +69,10 @@ pub enum RepairAction {
     Replace(String),
 }
 
-/// Where the repair stands.
+/// The phase in which the repair is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RepairPhase {
-    /// Protected, or not wanted to be.
+    /// The VM is protected, or not wanted to be.
     Idle,
     /// The hosts are being asked.
     Surveying,
@@ -88,7 +88,7 @@ pub enum RepairPhase {
 #[derive(Clone, Debug)]
 pub struct Repair {
     phase: RepairPhase,
-    /// Why the VM is not protected: first the loss, then what the last round met.
+    /// The reason why the VM is not protected: first the loss, then what the last round met.
     reason: String,
     /// Hosts still to be tried in this round, best first.
     round: Vec<HostName>,
@@ -112,12 +112,12 @@ impl Default for Repair {
 }
 
 impl Repair {
-    /// Where the repair stands.
+    /// The phase in which the repair is.
     pub fn phase(&self) -> &RepairPhase {
         &self.phase
     }
 
-    /// Why the VM is not protected, for people.
+    /// The reason why the VM is not protected, for people.
     pub fn reason(&self) -> &str {
         &self.reason
     }
@@ -248,7 +248,7 @@ impl Repair {
         self.next_of_round(now, jitter, actions);
     }
 
-    /// Lower is better. Load counts in coarse steps, so that memory decides
+    /// The rank of a host: lower is better. Load counts in coarse steps, so that memory decides
     /// between hosts that are about as busy.
     fn rank(&self, host: &HostName, fitness: &Fitness) -> impl Ord + use<> {
         let failed = self.failures.iter().position(|(other, _)| other == host);

@@ -158,7 +158,7 @@ fn what_nobody_wants_any_more_is_not_repaired() {
 }
 
 proptest! {
-    /// Whatever the hosts do for a while: once one of them takes the VM, it is
+    /// A VM that one of the hosts takes, whatever they did for a while, is
     /// protected within one longest wait and one round.
     #[test]
     fn protection_returns_once_a_host_takes_the_vm(

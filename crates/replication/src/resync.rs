@@ -30,28 +30,28 @@ use understudy_qemu::definition::{DiskDefinition, DiskFormat};
 /// Runs of blocks that fit well into a message; with more, a full copy costs little more.
 const MOST_RUNS: usize = 50_000;
 
-/// What the backup's images lack, as it tells the primary.
+/// The blocks that the backup's images lack, as it tells the primary.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Resync {
     /// The session that both hosts know.
     pub session: String,
-    /// For each disk, the runs of blocks that changed on the backup's side: first block
+    /// Runs of blocks of each disk that changed on the backup's side: first block
     /// and the one after the last.
     pub changed: Vec<Vec<(u64, u64)>>,
 }
 
-/// How the first synchronisation of the disks goes.
+/// The basis of the first synchronisation of the disks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Basis {
     /// All data is copied, for this reason.
     Full(String),
-    /// What may have changed since this session began.
+    /// The blocks are copied that may have changed since this session began.
     Changes(String),
 }
 
 /// The same, as the backup prepares it.
 pub enum Groundwork {
-    /// New mirrors are filled.
+    /// The mirrors are new ones, to be filled.
     Full(String),
     /// The images that are there are brought up to date.
     Resync(Vec<Mirror>, Resync),
@@ -82,7 +82,7 @@ pub fn track(
     Ok(Vec::new())
 }
 
-/// New, empty maps for these disks, in place of former ones.
+/// Creates new, empty maps for these disks, in place of former ones.
 pub fn create(disks: &[Arc<Disk>], directory: &Path) -> anyhow::Result<Vec<Arc<ChangeMap>>> {
     let create = |disk: &Arc<Disk>| -> anyhow::Result<Arc<ChangeMap>> {
         let path = changes_path(directory, disk.index());
@@ -145,8 +145,8 @@ fn open_map(disk: &Disk, directory: &Path) -> Result<ChangeMap, String> {
         .unwrap_or_else(|error| Err(format!("cannot read {}: {error}", path.display())))
 }
 
-/// On the backup, before anything is changed: can its own images be brought up to date?
-/// `name` is this host's, `record` what it knows of them.
+/// Examines on the backup, before anything is changed, whether its own images can be brought up to
+/// date. `name` is this host's, `record` what it knows of them.
 pub fn examine(
     name: &HostName,
     record: Result<Option<Record>, String>,
@@ -217,9 +217,9 @@ fn check_size(disk: &DiskDefinition, wanted: u64) -> Result<(), DiskError> {
     }
 }
 
-/// What this host's guest wrote that the other host may not have. A mirror's guest never
-/// ran: what differs there is in the primary's map. Of a medium that this host does not have it
-/// is all.
+/// The blocks that this host's guest wrote and that the other host may not have. A mirror's guest
+/// never ran: what differs there is in the primary's map. Of a medium that this host does not have
+/// it is all.
 fn own_changes(
     record: &Record,
     mirrors: &[Mirror],
@@ -243,7 +243,7 @@ fn own_changes(
     mirrors.iter().map(changed).collect()
 }
 
-/// On the primary: takes the backup's changes into its own maps.
+/// Takes, on the primary, the backup's changes into its own maps.
 pub fn merge(machine: &Machine, sessions: &[String], resync: &Resync) -> anyhow::Result<()> {
     ensure!(sessions.contains(&resync.session), "the backup answers to a session never offered");
     ensure!(resync.changed.len() == machine.disks().len(), "the backup knows other disks");

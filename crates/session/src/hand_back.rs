@@ -1,9 +1,9 @@
-//! What a host says of a VM that it has won, to the one that lost it and keeps its guest; and
-//! whether it returns what it was granted and has nothing of.
+//! The answer of a host about a VM that it has won, to the one that lost it and keeps its guest;
+//! and whether it returns what it was granted and has nothing of.
 
 use understudy_protocol::{Generation, HostName, Ownership, planted};
 
-/// What a winner says that is asked what became of the VM.
+/// The word of a winner that is asked what became of the VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WinnersWord {
     /// The generation at which it runs the VM, if it does.
@@ -12,16 +12,16 @@ pub struct WinnersWord {
     pub ran: Option<Generation>,
 }
 
-/// What the host that is asked does with the group's VMs.
+/// The part that the host that is asked has now in the group's VMs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Present {
-    /// It runs them, at the leader's generation.
+    /// The host runs them, at the leader's generation.
     Runs(Generation),
-    /// It stands by for the one that asks, or has won them from it.
+    /// The host stands by for the one that asks, or has won them from it.
     StandsBy,
-    /// It does something else with them, which may yet come to something.
+    /// The host does something else with them, which may yet come to something.
     Busy,
-    /// It does nothing with any of them.
+    /// The host does nothing with any of them.
     Nothing,
 }
 
@@ -35,7 +35,7 @@ impl Present {
     }
 }
 
-/// What its record of a VM says.
+/// The content of its record of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Recorded {
     /// The generation at which it ran the VM last.
@@ -44,7 +44,7 @@ pub struct Recorded {
     pub backed_asker: bool,
 }
 
-/// What it does about it.
+/// The answer to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Answer {
     /// Say this.

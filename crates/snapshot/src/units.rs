@@ -42,8 +42,8 @@ impl fmt::Display for SnapshotNumber {
     }
 }
 
-/// How often the group was restored. What a member sent before a restore must not reach a
-/// member after it: it comes from a future that has not happened.
+/// The number of times that the group was restored. What a member sent before a restore must not
+/// reach a member after it: it comes from a future that has not happened.
 #[derive(
     Clone,
     Copy,
@@ -94,7 +94,7 @@ impl Member {
     }
 }
 
-/// What is stored as units: a RAM block or a disk of one member.
+/// A thing that is stored as units: a RAM block or a disk of one member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Area {

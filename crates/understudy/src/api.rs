@@ -107,7 +107,7 @@ impl FromRef<Api> for Ending {
 }
 
 impl Api {
-    /// That of this host.
+    /// The API of this host.
     pub fn new(host: Arc<dyn Control>) -> Api {
         Api { host, jobs: Arc::default(), ending: Ending::default() }
     }
@@ -167,7 +167,7 @@ async fn vm_status(State(host): Shared, Name(name): Name<VmName>) -> Answer<VmSt
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct StopQuery {
-    /// Cut its power at once.
+    /// Whether to cut its power at once.
     #[serde(default)]
     force: bool,
 }

@@ -280,7 +280,7 @@ pub enum VmCommand {
     },
 }
 
-/// What `vm start` starts.
+/// The thing that `vm start` starts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Startable {
     /// The VM of this definition file.
@@ -477,7 +477,7 @@ pub struct RecoverArgs {
 }
 
 impl Cli {
-    /// What is logged unless the user says otherwise.
+    /// The level that is logged unless the user says otherwise.
     pub fn default_log(&self) -> &'static str {
         match self.command {
             Command::Host { .. } | Command::Keep { .. } | Command::EndKeepers { .. } => "info",

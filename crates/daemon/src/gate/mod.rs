@@ -27,7 +27,8 @@ use tracing::warn;
 use understudy_arbiter::descriptors;
 use understudy_report::error::{ErrorKind, HostError};
 
-/// Before the next try when the system has no descriptor, thread or memory; doubled each time.
+/// Pause before the next try when the system has no descriptor, thread or memory; doubled each
+/// time.
 const BACK_OFF: [Duration; 2] = [Duration::from_millis(10), Duration::from_secs(1)];
 
 /// Accepts connections for as long as the host lives.
@@ -81,12 +82,13 @@ impl Default for BackOff {
 }
 
 impl BackOff {
-    /// It has them again.
+    /// Ends the pauses: the system has them again.
     pub(crate) fn end(&mut self) {
         *self = BackOff::default();
     }
 
-    /// After an error of `accept`: nobody may have been there, or have hung up meanwhile.
+    /// Rests after an error of `accept` if something is exhausted: nobody may have been there, or
+    /// have hung up meanwhile.
     pub(crate) fn rest_if_exhausted(&mut self, lobby: &Lobby, error: &io::Error) {
         if is_exhaustion(error) {
             self.rest(lobby, error);
@@ -103,7 +105,7 @@ impl BackOff {
     }
 }
 
-/// Until there is a connection, or a handshake's deadline has come.
+/// Waits until there is a connection, or a handshake's deadline has come.
 pub(crate) fn await_connection(listener: &impl AsFd, deadline: Option<Instant>) {
     let timeout = deadline.map_or(PollTimeout::NONE, |deadline| {
         let left = deadline.saturating_duration_since(Instant::now()) + Duration::from_millis(1);

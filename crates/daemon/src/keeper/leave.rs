@@ -1,6 +1,6 @@
-//! How a keeper leaves its VM to the next one of this host, while the guest runs: its protection ends in
-//! order, a custodian has all by which QEMU is held and has the guest stand still, and this process
-//! ends. From then on the next keeper alone can let the guest go on.
+//! Departure of a keeper, whose VM goes to the next one of this host, while the guest runs: its
+//! protection ends in order, a custodian has all by which QEMU is held and has the guest stand
+//! still, and this process ends. From then on the next keeper alone can let the guest go on.
 
 use super::legacy::{self, Legacy, Readable};
 use super::{conflict, order};
@@ -20,9 +20,9 @@ use understudy_report::Mode;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_threads::lock;
 
-/// For what the guest has sent to leave it, once protection has ended.
+/// Time for what the guest has sent to leave it, once protection has ended.
 const OUTPUT_PATIENCE: Duration = Duration::from_secs(2);
-/// Between two looks at that.
+/// Time between two looks at that.
 const LOOK: Duration = Duration::from_millis(1);
 
 /// A VM that is being left takes no other orders, until this is dropped.

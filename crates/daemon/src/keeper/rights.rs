@@ -1,5 +1,5 @@
-//! What a keeper can do on its host: it is root, but has few of root's capabilities and of the kernel's calls, and gains
-//! none.
+//! Rights of a keeper on its host: it is root, but has few of root's capabilities and of the
+//! kernel's calls, and gains none.
 
 use super::system_calls;
 use crate::config::HostConfig;
@@ -14,7 +14,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::{fs, io};
 use understudy_report::error::{ErrorKind, HostError};
 
-/// What it needs, and what for. Its QEMU, of another user, has none of them.
+/// Capabilities that it needs, and what for. Its QEMU, of another user, has none of them.
 const NEEDED: CapabilitySet = CapabilitySet::empty()
     // Images, certificates and stores that belong to others.
     .union(CapabilitySet::DAC_OVERRIDE)

@@ -1,4 +1,4 @@
-//! How the daemon starts a keeper, and the VM in it.
+//! Start of a keeper by the daemon, and of the VM in it.
 
 use super::note::Program;
 use super::order::Follower;
@@ -22,15 +22,15 @@ use understudy_qemu::VmDefinition;
 use understudy_replication::handshake::{GroupOffer, Hello, Offer};
 use understudy_report::error::{ErrorKind, HostError};
 
-/// For a keeper to serve its API.
+/// Time for a keeper to serve its API.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// Between two tries.
+/// Pause between two tries.
 const LOOK: Duration = Duration::from_millis(10);
-/// Between two looks at whether a keeper still has its VM.
+/// Time between two looks at whether a keeper still has its VM.
 const LEISURE: Duration = Duration::from_millis(250);
 /// The subcommand of this program that is a keeper.
 pub const SUBCOMMAND: &str = "keep";
-/// What a service manager has told the daemon, and means nobody else.
+/// Variables with which a service manager has told the daemon something, and means nobody else.
 const DAEMONS_OWN: [&str; 3] = ["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"];
 
 impl Host {

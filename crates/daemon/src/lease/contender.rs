@@ -1,9 +1,9 @@
-//! Who may run a VM and does not answer, and who of them was waited for.
+//! Contenders, which may run a VM and do not answer, and those of them that were waited for.
 
 use super::FormerLease;
 use understudy_protocol::{Generation, HostName, Ownership, Renewal};
 
-/// Who may run a VM, and does not answer.
+/// Host that may run a VM, and does not answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Contender {
     /// Its owner, by the arbiter's word.
@@ -17,7 +17,7 @@ pub(crate) enum Contender {
 
 /// One who was waited for.
 pub(crate) struct Awaited {
-    /// It.
+    /// Contender that was waited for.
     pub contender: Contender,
     /// Its lease when it was over.
     pub lease: FormerLease,

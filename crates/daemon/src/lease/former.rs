@@ -1,4 +1,4 @@
-//! Who wants a VM whose owner is silent waits until that lets nothing out any more.
+//! Wait for a VM's silent owner, until that lets nothing out any more.
 
 use super::{Contender, Tenures};
 use crate::host::Host;
@@ -11,7 +11,7 @@ use understudy_protocol::{Generation, HostName, LeaseSight, LeaseWatch, Renewal,
 use understudy_replication::clock;
 use understudy_report::error::{ErrorKind, HostError};
 
-/// Between two looks at the renewals.
+/// Time between two looks at the renewals.
 const LOOK: Duration = Duration::from_millis(300);
 
 /// The leases of hosts that do not answer, as they were when they were over: none of a host for which the operator vouches.

@@ -1,4 +1,4 @@
-//! What everybody who was asked about a VM's images said, and what follows from it.
+//! Answers of everybody who was asked about a VM's images, and what follows from it.
 
 use super::ImagesAnswer;
 use crate::lease::{Awaited, Contender, Tenures};
@@ -8,7 +8,7 @@ use understudy_protocol::{Generation, GroupName, HostName, VmName};
 use understudy_report::{RecoverReport, ValidImages};
 use understudy_snapshot::SnapshotNumber;
 
-/// Everybody's answers.
+/// Answers of everybody.
 pub(crate) struct Inquiry {
     pub(super) answers: Vec<ImagesAnswer>,
     /// Hosts that did not answer, and why.
@@ -90,7 +90,7 @@ impl Inquiry {
         }
     }
 
-    /// What decides about a VM that is to come up with this host.
+    /// Facts that decide about a VM that is to come up with this host.
     pub(crate) fn knowledge(&self) -> Knowledge {
         let runs = |answer: &&ImagesAnswer| answer.runs.is_some();
         let busy = |answer: &ImagesAnswer| Some((answer.host.clone(), answer.busy.clone()?));
@@ -114,7 +114,7 @@ impl Inquiry {
         known.max(self.arbiter.generation())
     }
 
-    /// What decides which images are valid.
+    /// Evidence that decides which images are valid.
     pub(super) fn evidence(&self) -> Evidence {
         let records = self.answers.iter().filter_map(|answer| answer.record.as_ref());
         let without = self.answers.iter().filter(|answer| answer.record.is_none());

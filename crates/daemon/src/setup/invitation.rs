@@ -45,17 +45,17 @@ pub struct Invitation {
     inviter: Arc<Inviter>,
 }
 
-/// Who has joined.
+/// Host that has joined.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Joined {
     /// The host.
     pub name: HostName,
-    /// Where it is.
+    /// Addresses of that host.
     pub addresses: Vec<SocketAddr>,
     /// Hosts that do not know it yet, and the line that their [peers] need; none with etcd, where
     /// they find each other.
     pub unknown_to: Vec<HostName>,
-    /// That line.
+    /// Line for their configurations.
     pub line: String,
 }
 
@@ -67,7 +67,7 @@ struct Inviter {
     file: PathBuf,
     pki: PathBuf,
     tls: Arc<ServerConfig>,
-    /// Taken by the host that joins.
+    /// Whether it is open; taken by the host that joins.
     open: Mutex<bool>,
     conversations: AtomicUsize,
 }
@@ -117,7 +117,7 @@ impl Invitation {
         Ok(Invitation { token, until, lifetime, listener, inviter: Arc::new(inviter) })
     }
 
-    /// What the host that is to join must be told.
+    /// Token that the host that is to join must be told.
     pub fn token(&self) -> &Token {
         &self.token
     }
@@ -286,8 +286,8 @@ fn newcomer(config: &HostConfig, request: &Request) -> Joined {
     }
 }
 
-/// What is shown to the host that joins: this host's certificate, and the authority's, which it
-/// knows by its fingerprint.
+/// Certificates that are shown to the host that joins: this host's certificate, and the
+/// authority's, which it knows by its fingerprint.
 fn show(tls: &TlsFiles, pki: &Path) -> anyhow::Result<(Arc<ServerConfig>, Fingerprint)> {
     let certificate = |path: &Path| {
         CertificateDer::from_pem_file(path)

@@ -1,4 +1,4 @@
-//! What can be known of a machine without asking: its name and its address.
+//! Facts of a machine that are known without asking: its name and its address.
 
 use nix::ifaddrs::getifaddrs;
 use nix::net::if_::InterfaceFlags;

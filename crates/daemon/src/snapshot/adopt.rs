@@ -1,5 +1,6 @@
-//! Going on with a restored VM whose daemon died while its memory or disks were being loaded.
-//! What is there of them is what the kernel and the disks' marks say; the rest is loaded as ever.
+//! Adoption of a restored VM whose daemon died while its memory or disks were being
+//! loaded. What is there of them is what the kernel and the disks' marks say; the rest is loaded as
+//! ever.
 
 use super::prepare::{disk_area, member_of};
 use super::restore::Restoring;
@@ -38,7 +39,8 @@ pub(crate) struct RestoreNote {
     pub machine: MachineNote,
 }
 
-/// Should this daemon die from now on, the guest stands still until the next one.
+/// Entrusts the guest to a custodian: should this daemon die from now on, it stands still until the
+/// next one.
 pub(super) fn entrust(host: &Host, task: &RestoreTask, vm: &PrimaryVm) {
     let machine = vm.machine();
     let begin = || -> anyhow::Result<Custody> {
@@ -56,14 +58,14 @@ pub(super) fn entrust(host: &Host, task: &RestoreTask, vm: &PrimaryVm) {
     }
 }
 
-/// What must be read before a VM goes on, from the store and from the arbiter.
+/// Facts that must be read before a VM goes on, from the store and from the arbiter.
 pub(crate) struct Remaining {
     source: Source,
     disks: Arc<Vec<DiskFiller>>,
     memory: AreaMap,
     /// The order in which that is loaded.
     queue: Vec<Page>,
-    /// Of the VM's group, now.
+    /// Incarnation of the VM's group, now.
     incarnation: Incarnation,
 }
 

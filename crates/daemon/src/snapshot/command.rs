@@ -1,4 +1,4 @@
-//! What users ask a daemon to do with a group: take a snapshot, restore one.
+//! Commands of users for a group: take a snapshot, restore one.
 
 use super::placement::store_error;
 use super::restorer::{self, Job};
@@ -24,12 +24,12 @@ use understudy_snapshot::{
     SnapshotNumber, StartOrder, Store, StoreAddress,
 };
 
-/// How much later a member should start than one that it starts after.
+/// Time by which a member should start later than one that it starts after.
 const GAP: Duration = Duration::from_millis(70);
-/// How long members that are loaded wait for others: what they would say to them until then is
-/// said in vain. As long as TCP takes for its first four attempts (0.2, 0.4, 0.8 and 1.6 s).
+/// Time for which members that are loaded wait for others: what they would say to them until then
+/// is said in vain. As long as TCP takes for its first four attempts (0.2, 0.4, 0.8 and 1.6 s).
 const PATIENCE: Duration = Duration::from_secs(3);
-/// What a restore takes beside loading memory: a QEMU's start, the device state.
+/// Time that a restore takes beside loading memory: a QEMU's start, the device state.
 const BESIDE: Duration = Duration::from_millis(300);
 
 impl Host {
@@ -212,8 +212,8 @@ fn find_running(vm: &VmName, inquiry: &Inquiry) -> Result<(HostName, u64), HostE
     })
 }
 
-/// Where each member goes: where it ran, unless other hosts are named; then in turn, those that
-/// ran on one of them there.
+/// Hosts to which the members go: where each ran, unless other hosts are named; then in turn, those
+/// that ran on one of them there.
 fn place_members(
     manifest: &Manifest,
     onto: &[HostName],
@@ -232,7 +232,7 @@ fn place_members(
     manifest.members.iter().map(host_of).collect()
 }
 
-/// What is known of each member before its restore.
+/// Facts that are known of each member before its restore.
 fn loads(
     store: &Store,
     members: &[MemberManifest],
@@ -272,7 +272,7 @@ fn plan(order: &StartOrder, loads: &[Load], mode: Mode) -> Plan {
 }
 
 impl Host {
-    /// How often the group was restored, by the arbiter's record.
+    /// Number of times that the group was restored, by the arbiter's record.
     pub(super) fn incarnation_of(&self, group: &GroupName) -> Result<Incarnation, HostError> {
         let known = self.snapshots.last_incarnation(group);
         let Some(arbiter) = &self.arbiter else { return Ok(known) };

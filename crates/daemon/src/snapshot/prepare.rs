@@ -1,5 +1,5 @@
-//! From a member's part of a snapshot to a VM that runs: QEMU on fresh memory, its disks, its
-//! device state.
+//! Preparation of a VM that runs from a member's part of a snapshot: QEMU on fresh memory, its
+//! disks, its device state.
 
 use super::former;
 use super::placement::runs_elsewhere;
@@ -33,10 +33,10 @@ use understudy_snapshot::{
 };
 use understudy_threads::spawn;
 
-/// Between two looks whether the owner is known by now to let nothing out.
+/// Time between two looks whether the owner is known by now to let nothing out.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// What the files of restored disks begin with.
+/// Prefix of the names of restored disks' files.
 pub(super) const PREFIX: &str = "restored-";
 
 /// A member that could start.
@@ -186,12 +186,12 @@ fn await_former(host: &Host, vm: &VmName, now: &Ownership) -> anyhow::Result<For
 }
 
 impl Prepared {
-    /// What fills its memory.
+    /// Filler of its memory.
     pub fn filler(&self) -> Arc<Filler> {
         self.filler.clone()
     }
 
-    /// What fills its disks.
+    /// Fillers of its disks.
     pub fn disks(&self) -> Arc<Vec<DiskFiller>> {
         self.disks.clone()
     }
@@ -232,7 +232,7 @@ impl Prepared {
 }
 
 impl Prepared {
-    /// It is a member of its group as it was; what was in flight to it comes first.
+    /// Joins its group, as the member that it was; what was in flight to it comes first.
     fn join(
         &self,
         host: &Arc<Host>,
@@ -258,14 +258,15 @@ pub fn member_of(store: &Store, task: &RestoreTask) -> anyhow::Result<MemberMani
     Ok(store.member(entry)?)
 }
 
-/// Where a disk is in the snapshot.
+/// Area of a disk in the snapshot.
 pub fn disk_area(member: &MemberManifest, at: usize) -> anyhow::Result<&AreaEntry> {
     let of_disk = |area: Area| matches!(area, Area::Disk(index) if usize::from(index.0) == at);
     let area = member.areas.iter().find(|entry| of_disk(entry.area));
     area.with_context(|| format!("disk {at} is not in the snapshot"))
 }
 
-/// New images beside those that are there: until the VM runs, nothing of the former is touched.
+/// Makes new images beside those that are there: until the VM runs, nothing of the former is
+/// touched.
 fn make_disks(
     source: &Source,
     member: &MemberManifest,

@@ -27,10 +27,10 @@ use understudy_snapshot::{
 use understudy_threads::{Mutex, spawn};
 use understudy_threads::{lock, within};
 
-/// How often a cohort looks whether its coordinator has been silent for too long.
+/// Time after which a cohort looks again whether its coordinator has been silent for too long.
 const TICK: Duration = Duration::from_millis(500);
 
-/// How long a thread that was told to stop may go on.
+/// Time that a thread that was told to stop may go on.
 const ENDING: Duration = Duration::from_secs(4);
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -47,7 +47,7 @@ struct State {
     job: Option<Job>,
     /// The last snapshot that exists.
     base: Option<Base>,
-    /// Of the one that is being taken, once it is saved.
+    /// Content of the one that is being taken, once it is saved.
     saved: Option<Saved>,
     /// The thread that took the one before.
     thread: Option<JoinHandle<()>>,
@@ -67,19 +67,19 @@ enum Now {
     Cut(Arc<MemberSeat>),
 }
 
-/// What a snapshot begins with.
+/// Start: what a snapshot begins with.
 pub struct Start<'a> {
-    /// What is to be done.
+    /// Task that is to be done.
     pub task: &'a TakeTask,
-    /// Which snapshot.
+    /// Number of the snapshot.
     pub number: SnapshotNumber,
-    /// What need not be saved again.
+    /// Base, which need not be saved again.
     pub base: Option<Base>,
     /// The member's seat at its group's network; none without other members.
     pub seat: Option<Arc<MemberSeat>>,
 }
 
-/// Where a member's image comes from.
+/// Source of a member's image.
 enum Image {
     /// The guest, which is paused.
     Own(Box<Capture>),
@@ -209,7 +209,7 @@ impl Taking {
         self.handle(&mut lock(&self.state), event);
     }
 
-    /// Under the lock, so that the order of actions is the order of events.
+    /// Handles an event under the lock, so that the order of actions is the order of events.
     fn handle(self: &Arc<Self>, state: &mut State, event: TakeEvent) {
         let mut actions = Vec::new();
         state.cohort.handle(clock::now(), event, &mut actions);
@@ -340,7 +340,7 @@ impl State {
     }
 }
 
-/// What the thread before took of memory and disks is given back when it ends.
+/// Waits for the thread before, which gives back what it took of memory and disks when it ends.
 fn await_end(former: Option<JoinHandle<()>>) -> anyhow::Result<()> {
     let deadline = Instant::now() + ENDING;
     while former.as_ref().is_some_and(|former| !former.is_finished()) {

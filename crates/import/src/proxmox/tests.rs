@@ -121,7 +121,7 @@ fn a_guest_keeps_the_tablet_that_nobody_wrote_down() {
     assert!(has(&WEB.replace("numa: 0", "tablet: 1"), "usb-tablet"));
 }
 
-/// What becomes of `line` in the place of another, by the words for it.
+/// Outcome for `line` in the place of another, by the words for it.
 fn outcome(line: &str, instead: &str, what: &str) -> Outcome {
     assert!(WEB.contains(line), "{line}");
     let import = import(&WEB.replacen(line, instead, 1));

@@ -1,4 +1,4 @@
-//! Revoking: a certificate that is on the authority's list is of no more use.
+//! Revocation: a certificate that is on the authority's list is of no more use.
 
 use super::ledger::{self, Issued, LEDGER};
 use super::{CA_CERT, internal, issuer, moment};
@@ -19,17 +19,18 @@ use understudy_report::error::{ErrorKind, HostError, cannot};
 
 /// The list of revoked certificates, which every host gets.
 pub const REVOKED: &str = "revoked.pem";
-/// What it is made from: a line for each certificate, with its number and the second of its end.
+/// File that it is made from: a line for each certificate, with its number and the second of its
+/// end.
 const INDEX: &str = "revoked.txt";
 /// The list has no end of its own: a host that gets no newer one goes on with it.
 const LIST_DAYS: u64 = 36_500;
 
-/// What is revoked now.
+/// State of revocations now.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Revoked {
     /// The list, PEM.
     pub list: PathBuf,
-    /// How many certificates are on it.
+    /// Number of certificates that are on it.
     pub certificates: usize,
 }
 

@@ -1,4 +1,4 @@
-//! What has to be known of a certificate that rustls does not tell.
+//! Fields of a certificate that rustls does not tell.
 
 use rustls::pki_types::CertificateDer;
 use yasna::tags::TAG_UTCTIME;
@@ -9,7 +9,7 @@ use yasna::{ASN1Result, BERReader, Tag};
 pub struct Facts {
     /// The number that its authority gave it, big-endian.
     pub serial: Vec<u8>,
-    /// When it expires, in seconds since 1970.
+    /// Time at which it expires, in seconds since 1970.
     pub not_after: i64,
     /// The common name of whom it is for, if it has one.
     pub name: Option<String>,

@@ -27,23 +27,23 @@ use understudy_session::backup::{Errand, Event};
 pub(super) struct Committed {
     /// The part.
     pub part: WholeEpoch,
-    /// Of a turn: what it needs.
+    /// Other machine, which a turn needs.
     pub other: Option<Other>,
 }
 
-/// What the apply thread has in its hands.
+/// The work that the apply thread has in its hands.
 struct Work {
     /// Mirrors that are none yet.
     mirrors: Option<Vec<Mirror>>,
-    /// Where the last epoch ends.
+    /// Checkpoint at which the last epoch ends.
     checkpoint: Option<Checkpoint>,
-    /// What is ready for a take-over, once there is something to take over with.
+    /// Readiness for a take-over, once there is something to take over with.
     ready: Option<Readiness>,
-    /// What is executed behind it.
+    /// Log that is executed behind it.
     log: Option<Arc<Following>>,
     /// The VM's TPM on this host's disk, if it has one.
     tpm: Option<TpmMirror>,
-    /// How long a take-over took.
+    /// Report of the time that a take-over took.
     takeover: Option<TakeoverReport>,
 }
 
@@ -117,7 +117,7 @@ impl Session {
         Ok(())
     }
 
-    /// One more epoch is applied.
+    /// Applies one more epoch.
     fn extend(
         self: &Arc<Self>,
         part: WholeEpoch,
@@ -199,7 +199,7 @@ impl Session {
         })
     }
 
-    /// What is there now is a snapshot's: it is stored while later epochs are applied.
+    /// Keeps what is there now for a snapshot: it is stored while later epochs are applied.
     fn keep(&self, order: KeepOrder, device_state: &[u8]) {
         let data = self.data.clone();
         let answer = move |kept| {

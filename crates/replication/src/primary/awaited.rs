@@ -1,4 +1,4 @@
-//! What the backup is asked beside the epochs, and who waits for its answers: one of each kind.
+//! The questions to the backup beside the epochs, and who waits for its answers: one of each kind.
 
 use super::keep::Keeping;
 use crate::medium::MediumAnswer;

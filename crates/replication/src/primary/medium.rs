@@ -10,13 +10,13 @@ use crossbeam_channel::RecvTimeoutError;
 use std::time::{Duration, Instant};
 use understudy_threads::lock;
 
-/// How long a backup may take to read a medium: a DVD from a slow disk.
+/// Time that a backup may take to read a medium: a DVD from a slow disk.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// How long it may take until the epoch of the change is committed.
+/// Time that it may take until the epoch of the change is committed.
 const COMMIT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How often it is looked whether protection has ended.
+/// Time between two looks whether protection has ended.
 const LOOK: Duration = Duration::from_millis(50);
 
 impl Session {

@@ -98,7 +98,7 @@ pub struct Detection {
     pub epoch: Duration,
 }
 
-/// What `protect` needs to know.
+/// The plan of a session, as `protect` needs it.
 pub struct Plan {
     /// Identity of this host.
     pub identity: Identity,
@@ -108,15 +108,15 @@ pub struct Plan {
     pub addresses: Vec<SocketAddr>,
     /// The generation at which this host owns the VM.
     pub generation: Generation,
-    /// How the backup is to keep up. The wish may be another one.
+    /// Mode in which the backup is to keep up. The wish may be another one.
     pub mode: Mode,
-    /// In lockstep: where the backup gets what its guest reads.
+    /// Source, in lockstep, from which the backup gets what its guest reads.
     pub disk_reads: DiskReads,
     /// Whether what the guest says on its console waits for its commit, too.
     pub hold_console: bool,
-    /// When to checkpoint.
+    /// Policy of when to checkpoint.
     pub policy: Policy,
-    /// How pages are encoded.
+    /// Encoding of pages.
     pub encoding: EncodingPlan,
     /// The shortest silence that counts as failure.
     pub timeout: Duration,
@@ -136,11 +136,11 @@ pub struct Plan {
     pub tell_sick: TellSick,
     /// Where this host notes what its images are.
     pub records: Records,
-    /// What the operator asked for.
+    /// Request of the operator.
     pub wish: ProtectRequest,
-    /// Where the session's measurements are added.
+    /// Meters to which the session's measurements are added.
     pub meters: Meters,
-    /// Where what happens to the VM is told.
+    /// Events, to which what happens to the VM is told.
     pub events: VmEvents,
 }
 
@@ -276,7 +276,8 @@ fn run_send(session: &Session, outflow: &Outflow) {
     }
 }
 
-/// Without compression pages are sent as they are; in lockstep there are few.
+/// The references, if they are used: without compression pages are sent as they are; in lockstep
+/// there are few.
 fn references(plan: &EncodingPlan, mode: Mode) -> Option<Arc<References>> {
     let refers = plan.compression != Compression::None && mode == Mode::Checkpoint;
     refers.then(|| Arc::new(References::new()))
@@ -320,7 +321,8 @@ fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
     over(phase);
 }
 
-/// Nobody reads a log whose begin or end has failed: QEMU would wait for room in it for ever.
+/// Forgets a log whose begin or end has failed, which nobody reads: QEMU would wait for room in it
+/// for ever.
 fn forget_log(session: &Session) {
     let machine = session.machine();
     if session.recording().is_some()

@@ -32,7 +32,7 @@ pub struct Standing {
 }
 
 impl Standing {
-    /// That of a backup which has just taken the offer, and whose words count for so long.
+    /// The standing of a backup which has just taken the offer, and whose words count for so long.
     pub fn new(fresh: Duration, now: Time) -> Standing {
         Standing { fresh, heard: now, obstacle: None, sick: SICK, lasting_at: None }
     }

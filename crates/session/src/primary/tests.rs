@@ -5,7 +5,7 @@ fn at(ms: u64) -> Time {
     Time(Duration::from_millis(ms))
 }
 
-/// Protected by host b.
+/// A primary that is protected by host b.
 fn protected(size: usize) -> Lead {
     let core = Primary::new(Generation(1), Duration::from_millis(100), at(0));
     let mut lead = Lead::new(core, size, "b".parse().unwrap(), at(0));

@@ -1,4 +1,4 @@
-//! What the API asks of a host.
+//! The calls of the API to a host.
 
 use crate::metrics::KeptPage;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use understudy_report::{
 use understudy_report::{ErrorKind, HostError, Meters};
 use understudy_snapshot::SnapshotNumber;
 
-/// What the API asks of a host; all calls block. [`Host`] outside of tests.
+/// The calls of the API to a host; all calls block. [`Host`] outside of tests.
 pub trait Control: Send + Sync + 'static {
     /// See [`Host::status`].
     fn status(&self) -> HostStatus;
@@ -28,7 +28,7 @@ pub trait Control: Send + Sync + 'static {
     fn events(&self) -> Journal;
     /// See [`Host::meters`].
     fn meters(&self) -> Meters;
-    /// What its VMs' keepers have counted.
+    /// The counts of its VMs' keepers.
     fn kept_pages(&self) -> Vec<KeptPage> {
         Vec::new()
     }

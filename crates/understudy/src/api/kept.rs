@@ -28,16 +28,16 @@ use understudy_report::{ErrorKind, HostError, Meters};
 use understudy_snapshot::SnapshotNumber;
 use understudy_threads::inherit;
 
-/// For a keeper to say what it knows: one that hangs must not hide the others.
+/// Time for a keeper to say what it knows: one that hangs must not hide the others.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// Keepers that are asked at the same time, at most.
 const AT_ONCE: usize = 16;
-/// For a keeper to start a VM: what comes up next is held up by one that hangs.
+/// Time for a keeper to start a VM: what comes up next is held up by one that hangs.
 const START_PATIENCE: Duration = Duration::from_secs(60);
-/// For a keeper whose VM has ended to end, and between two looks at that.
+/// Time for a keeper whose VM has ended to end, and between two looks at that.
 const END_PATIENCE: Duration = Duration::from_secs(10);
 const END_LOOK: Duration = Duration::from_millis(10);
-/// Between two looks for keepers that are not followed yet.
+/// Time between two looks for keepers that are not followed yet.
 const LOOK: Duration = Duration::from_millis(250);
 
 /// A host, some of whose VMs may have keepers.
@@ -350,7 +350,7 @@ fn starting(vm: &VmName) -> HostError {
     HostError::new(ErrorKind::Conflict, message)
 }
 
-/// Those of a group share a keeper.
+/// The error that VMs do not share a keeper, as those of a group do.
 fn not_together(vm: &VmName) -> HostError {
     let message = format!(
         "{vm} runs in a keeper that it does not share with all of them: stop them, name them under [groups] in the \
@@ -425,7 +425,8 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    /// They were asked one after the other: fifteen that hang made a status that nobody waited for.
+    /// Keepers were once asked one after the other: fifteen that hang made a status that nobody
+    /// waited for.
     #[test]
     fn keepers_are_asked_at_the_same_time() {
         let keeper = |number: usize| Keeper {

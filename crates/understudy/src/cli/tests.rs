@@ -118,7 +118,7 @@ fn a_file_to_start_is_told_from_a_name() {
     }
 }
 
-/// They named 7788 and 7700.
+/// Help and README once named 7788 and 7700.
 #[test]
 fn help_and_readme_name_the_same_port() {
     let ports = |text: &str| -> Vec<String> {

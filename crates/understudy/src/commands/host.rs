@@ -20,9 +20,9 @@ use understudy_daemon::config::HostConfig;
 use understudy_daemon::{ADDRESS_PATIENCE, Host};
 use understudy_report::{ErrorKind, HostError};
 
-/// How long calls under way may take to be answered once everything has ended.
+/// Time that calls under way may take to be answered once everything has ended.
 const LAST_ANSWERS: Duration = Duration::from_secs(2);
-/// What the end takes beside the guests' power-off: protected VMs are handed over before.
+/// Time that the end takes beside the guests' power-off: protected VMs are handed over before.
 const HAND_OVERS: Duration = Duration::from_secs(120);
 
 /// Runs the daemon until SIGTERM or SIGINT.

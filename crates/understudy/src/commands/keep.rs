@@ -27,7 +27,7 @@ use understudy_daemon::keeper::view::{self, View};
 use understudy_protocol::{GroupName, VmName};
 use understudy_report::{ErrorKind, HostError};
 
-/// For what was asked to be answered: who ended the VM is to hear that, on a busy host, too.
+/// Time for what was asked to be answered: who ended the VM is to hear that, on a busy host, too.
 const LAST_ANSWERS: Duration = Duration::from_secs(8);
 
 /// Keeps a VM, and those of its group that come, until they are gone, or until SIGTERM; follows an order
@@ -71,7 +71,7 @@ pub fn end_all(config: &Path) -> Result<Exit, Failure> {
     }
 }
 
-/// Before there are other threads, which would not be.
+/// Secludes this process before there are other threads, which would not be.
 fn seclude(order: Option<&Order>) -> Result<(), Failure> {
     if matches!(order, Some(Order::Adopt)) {
         tracing::info!(

@@ -1,4 +1,4 @@
-//! What a guest that broke out of its QEMU would find: nothing.
+//! Tests of what a guest that broke out of its QEMU would find: nothing.
 
 use crate::keepers::{kept, with_keepers};
 use crate::stage::{Calm, options, play, play_protected, prove_survival};
@@ -20,7 +20,7 @@ fn field(pid: u32, name: &str) -> Result<String> {
     Ok(line.with_context(|| format!("no {name} of process {pid}"))?.trim().to_owned())
 }
 
-/// Without root, capabilities and most system calls; returns its user.
+/// Checks that a process is without root, capabilities and most system calls; returns its user.
 fn check_process(pid: u32) -> Result<u32> {
     let uid: u32 = field(pid, "Uid:")?.split_whitespace().next().context("no user")?.parse()?;
     ensure!(uid != 0, "QEMU runs as root");
@@ -64,7 +64,7 @@ fn check_memory(pid: u32, uid: u32) -> Result<()> {
     Ok(())
 }
 
-/// What a user can read below a directory.
+/// The paths that a user can read below a directory.
 fn readable(directory: &Path, uid: u32) -> Result<String> {
     let mut find = Command::new("find");
     find.arg(directory).args(["-readable", "-print"]).current_dir("/").uid(uid).gid(uid);
@@ -98,7 +98,7 @@ fn capabilities(pid: u32, set: &str) -> Result<u64> {
     Ok(u64::from_str_radix(&field(pid, set)?, 16)?)
 }
 
-/// How many filters of system calls a thread has.
+/// The number of filters of system calls that a thread has.
 fn filters(thread: u32) -> Result<u32> {
     Ok(field(thread, "Seccomp_filters:")?.parse()?)
 }

@@ -16,11 +16,11 @@ use std::path::PathBuf;
 use toml::{Table, Value};
 use understudy_lab::{GuestShell, Scene, SceneOptions};
 
-/// Of Debian's package ovmf.
+/// Files of Debian's package ovmf.
 const CODE: &str = "/usr/share/OVMF/OVMF_CODE_4M.secboot.fd";
 const VARIABLES: &str = "/usr/share/OVMF/OVMF_VARS_4M.fd";
 
-/// What libvirt writes for such a guest, as far as it is no field of a definition.
+/// Arguments that libvirt writes for such a guest, as far as they are no fields of a definition.
 const ARGUMENTS: [&str; 16] = [
     "-device",
     "pcie-root-port,id=pci.1,bus=pcie.0,addr=0x2.0x0,multifunction=on,chassis=1,port=0x10",
@@ -113,7 +113,7 @@ fn prove_devices(shell: &mut GuestShell, medium: &[u8]) -> Result<()> {
     says("cat /sys/class/virtio-ports/*/name", "org.qemu.guest_agent.0")
 }
 
-/// As busybox has it.
+/// The checksum as busybox has it.
 pub fn crc(bytes: &[u8]) -> u32 {
     bytes.iter().fold(!0u32, |crc, &byte| {
         (0..8).fold(crc ^ u32::from(byte), |crc, _| {

@@ -263,7 +263,7 @@ fn under_systemd_a_vm_with_keepers_outlives_restarts_kills_and_upgrades_of_the_s
     Ok(())
 }
 
-/// What an orderly shutdown of host-a does before its daemon, its network and its storage go.
+/// Does what an orderly shutdown of host-a does before its daemon, its network and its storage go.
 fn end_in_order(site: &Site, keeper: u64, client: RecordClient) -> Result<()> {
     let unit = "understudy-keepers.service";
     let order = site.a.call(&format!("systemctl show {unit} -P After"))?;
@@ -284,7 +284,7 @@ fn end_in_order(site: &Site, keeper: u64, client: RecordClient) -> Result<()> {
     close(client).map(drop)
 }
 
-/// What the service finds of its host, with the first process of it in view.
+/// Checks what the service finds of its host, with the first process of it in view.
 fn check_confinement(host: &Installed) -> Result<()> {
     let pid = host.call("systemctl show understudy -P MainPID")?;
     let inside = |what: &str| {

@@ -11,7 +11,7 @@ use understudy_arbiter::{Arbiter, ArbiterConfig, EtcdConfig};
 use understudy_lab::{Etcd, Lab, in_namespace};
 use understudy_protocol::{Generation, LeaseAnswer, LeaseErrand, Renewal, VmName, literal};
 
-/// For etcd to say what it has to.
+/// Time for etcd to say what it has to.
 const ANSWER: Duration = Duration::from_secs(5);
 
 /// A way to etcd that keeps one request to itself.
@@ -25,7 +25,7 @@ enum Kept {
     Nothing,
     /// The next request that changes something.
     Next,
-    /// This one, whose asker has no answer.
+    /// This request, whose asker has no answer.
     Request(Vec<u8>, TcpStream),
 }
 
@@ -85,7 +85,7 @@ impl Relay {
     }
 }
 
-/// One request, with its body.
+/// Reads one request, with its body.
 fn read_request(stream: &TcpStream) -> Result<Vec<u8>> {
     let mut reader = BufReader::new(stream);
     let (mut request, mut length) = (Vec::new(), 0);
@@ -106,8 +106,8 @@ fn read_request(stream: &TcpStream) -> Result<Vec<u8>> {
     Ok(request)
 }
 
-/// Before, the renewal took effect behind the withdrawal, and nobody removed it: a third host would have found a lease that
-/// was over, and taken a VM whose owner lives.
+/// The renewal once took effect behind the withdrawal, and nobody removed it: a third host would
+/// have found a lease that was over, and taken a VM whose owner lives.
 fn a_late_renewal(etcd: &str) -> Result<()> {
     let (relay, address) = Relay::start(etcd.trim_start_matches("http://"))?;
     let endpoints = vec![format!("http://{address}"), etcd.to_owned()];

@@ -42,7 +42,7 @@ impl HeldStore {
         HeldStore { waiters_only, silent, _directory: directory }
     }
 
-    /// What the host's daemon must be told for it.
+    /// The variable that the host's daemon must be given for it.
     pub fn environment(&self) -> (String, String) {
         let (waiters, silent) = (self.waiters_only.display(), self.silent.display());
         let points = format!("store-silent=return({silent});only-waiters=return({waiters})");
@@ -94,7 +94,7 @@ pub fn restore_lazily(scene: &Scene, held_store: &HeldStore) -> Result<()> {
     Ok(())
 }
 
-/// How long the store has been silent, as `status` says.
+/// The time for which the store has been silent, as `status` says.
 fn silent_for(scene: &Scene) -> Result<Option<u64>> {
     let status = scene.status("b")?;
     ensure!(status["live"] == true, "the guest does not live any more: {status}");
@@ -124,7 +124,8 @@ fn a_silent_store_stalls_a_restored_guest_and_harms_nothing() {
     });
 }
 
-/// Before, the restore had failed with that, and nothing could be started on what was there of the disk.
+/// The restore had once failed with that, and nothing could be started on what was there of the
+/// disk.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_guest_that_powers_off_while_it_is_loaded_is_started_again_when_its_disk_is_there() {
@@ -152,7 +153,7 @@ fn a_guest_that_powers_off_while_it_is_loaded_is_started_again_when_its_disk_is_
     });
 }
 
-/// Before, what the guest had still to load went with the snapshot, and it stood still for good.
+/// A guest once stood still for good, as what it had still to load went with the snapshot.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_snapshot_is_not_deleted_while_a_guest_is_restored_from_it() {
@@ -418,7 +419,7 @@ fn a_guest_that_stands_still_can_be_given_up() {
     });
 }
 
-/// If the host dies, its guest does. Nobody starts it on what is there of its images; from the
+/// A guest dies with its host. Nobody starts it on what is there of its images; from the
 /// snapshot it runs again.
 #[test]
 fn a_host_that_dies_while_a_guest_is_loaded_leaves_the_snapshot() {

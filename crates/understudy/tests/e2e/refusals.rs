@@ -48,7 +48,7 @@ pub fn says(words: &str, expected: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Everything that a host's daemon has logged.
+/// All that a host's daemon has logged.
 pub fn log_of(scene: &Scene, host: &str) -> Result<String> {
     let log = fs::read(scene.host(host)?.directory().join("daemon.log"))?;
     Ok(String::from_utf8_lossy(&log).into_owned())
@@ -253,7 +253,8 @@ fn without_an_arbiter_nothing_is_protected() {
     });
 }
 
-/// What the daemon knows is of the QEMU that was there when it began: another was started as if it were that.
+/// The daemon's knowledge is of the QEMU that was there when it began: another was once started as
+/// if it were that.
 #[test]
 fn a_qemu_that_was_upgraded_underneath_is_not_started() {
     let place = tempfile::tempdir().unwrap();

@@ -161,7 +161,7 @@ fn wishes_are_respected() {
     });
 }
 
-/// Several times as long as a repair takes to begin, nothing changes.
+/// Checks that nothing changes for several times as long as a repair takes to begin.
 fn stays(scene: &Scene, host: &str, state: &str, words: &str) -> Result<()> {
     let until = std::time::Instant::now() + std::time::Duration::from_secs(2);
     wait_for("time to pass", LIMIT, || {

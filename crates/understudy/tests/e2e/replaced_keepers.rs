@@ -15,7 +15,7 @@ use tempfile::TempDir;
 use understudy_lab::scene::VM;
 use understudy_lab::{Scene, SceneOptions, wait_for};
 
-/// What a host says of its guest once it runs there in a keeper that answers.
+/// The status of a host's guest once it runs there in a keeper that answers.
 fn answered(scene: &Scene) -> Result<Kept> {
     wait_for("the keeper to answer", LIMIT, || {
         let known = scene.host("a")?.known(VM)?;
@@ -319,7 +319,7 @@ fn a_keeper_is_replaced_twenty_times_and_it_is_told_how_long_the_guest_stood_sti
     });
 }
 
-/// What is said of a VM whose keeper is not replaced.
+/// The words about a VM whose keeper is not replaced.
 fn refused(scene: &Scene, host: &str, vm: &str) -> Result<String> {
     let output = scene.host(host)?.cli(["upgrade", "--keepers", vm])?;
     let words = String::from_utf8_lossy(&output.stdout).into_owned();

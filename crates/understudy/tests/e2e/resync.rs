@@ -1,4 +1,4 @@
-//! After a failure, only what changed of the disks is copied; the mirror is the same as
+//! Tests that only what changed of the disks is copied after a failure; the mirror is the same as
 //! the primary's image all the same.
 
 use crate::lockstep::lockstep;
@@ -14,14 +14,14 @@ use std::path::Path;
 use understudy_lab::scene::VM;
 use understudy_lab::{Scene, SceneOptions, wait_for};
 
-/// What a guest that writes a few MiB can change at most, journal and tables included.
+/// The bytes that a guest that writes a few MiB can change at most, journal and tables included.
 const MOST_BYTES: u64 = 24 << 20;
 
 /// Writes all the time, flushed or not, until told to stop.
 const BUSY: &str =
     "while [ ! -e /tmp/stop ]; do dd if=/dev/urandom of=/data/busy bs=64k count=16; done";
 
-/// Far more on the disk than [`MOST_BYTES`].
+/// Command that writes far more on the disk than [`MOST_BYTES`].
 const FILL: &str =
     "tr '\\0' x < /dev/zero | dd of=/data/fill bs=1M count=64 iflag=fullblock && sync";
 

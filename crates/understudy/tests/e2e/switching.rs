@@ -97,7 +97,7 @@ fn a_guest_turns_back_to_checkpoints_and_is_taken_over() {
     });
 }
 
-/// Nobody read the log while the guest was to be stopped, and it could not be.
+/// The log was once read by nobody while the guest was to be stopped, and it could not be.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_log_that_is_full_as_it_ends_holds_nobody_up() {
