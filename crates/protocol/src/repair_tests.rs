@@ -183,6 +183,7 @@ proptest! {
                 }),
                 Some(RepairAction::Attempt(_)) if fault < 3 => lost("no"),
                 Some(RepairAction::Attempt(_)) => break,
+                Some(RepairAction::Replace(reason)) => panic!("no backup is sick: {reason}"),
                 None => {
                     now = repair.deadline().expect("it never gives up");
                     RepairEvent::Tick

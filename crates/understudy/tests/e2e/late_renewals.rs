@@ -112,7 +112,7 @@ fn a_late_renewal(etcd: &str) -> Result<()> {
     let (relay, address) = Relay::start(etcd.trim_start_matches("http://"))?;
     let endpoints = vec![format!("http://{address}"), etcd.to_owned()];
     let config = EtcdConfig { endpoints, prefix: "/understudy".to_owned(), tls: None };
-    let cluster = understudy_arbiter::Etcd::new(&config)?;
+    let cluster = understudy_arbiter::etcd::Etcd::new(&config)?;
     let config = ArbiterConfig::Etcd(config);
     let (vm, of): (VmName, _) = (literal("db"), Generation(1));
     let renewal = |mark| Renewal { host: literal("a"), length_ms: 15_000, mark };

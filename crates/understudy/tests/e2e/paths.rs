@@ -116,7 +116,7 @@ fn a_path_that_carries_heartbeats_alone_is_left_for_the_other() {
         ensure!(scene.status("a")?["generation"] == 1, "ownership has changed");
         // Protected anew, over the addresses in their order, it takes the sound one as well.
         scene.host("a")?.call(["unprotect", VM])?;
-        protect_when_taken(scene)?;
+        protect_when_taken(scene, "a", "b")?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
     });

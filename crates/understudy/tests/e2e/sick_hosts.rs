@@ -110,7 +110,7 @@ fn a_backup_that_gets_heartbeats_and_no_data_is_given_up() {
         await_service(&client)?;
         ensure!(scene.status("a")?["live"] == true, "the primary had the better right");
         scene.lab().limit_frames("b", 1500)?;
-        protect_when_taken(scene)?;
+        protect_when_taken(scene, "a", "b")?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
     });
@@ -178,7 +178,7 @@ fn a_guest_that_lost_the_contest_goes_on_where_the_winner_could_not_start_it() {
         await_service(&client)?;
         was_handed_back(scene, qemu)?;
         scene.lab().heal("b")?;
-        protect_when_taken(scene)?;
+        protect_when_taken(scene, "a", "b")?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
     });
@@ -198,7 +198,7 @@ fn a_guest_goes_on_where_the_winner_does_not_come_to_write_its_record() {
         await_service(&client)?;
         was_handed_back(scene, qemu)?;
         recording.end()?;
-        protect_when_taken(scene)?;
+        protect_when_taken(scene, "a", "b")?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
     });

@@ -212,12 +212,12 @@ pub fn restart_daemon(scene: &mut Scene, host: &str) -> Result<()> {
     scene.revive(host)
 }
 
-/// Protects the guest of host a to host b, once that takes it: what it had of it may take a moment to end.
-pub fn protect_when_taken(scene: &Scene) -> Result<()> {
-    wait_for("host b to stand by again", LIMIT, || {
-        Ok(scene.protect("a", "b").is_ok().then_some(()))
+/// Protects the guest of host `from` to host `to`, once that takes it: what it had of it may take a moment to end.
+pub fn protect_when_taken(scene: &Scene, from: &str, to: &str) -> Result<()> {
+    wait_for(&format!("host {to} to stand by again"), LIMIT, || {
+        Ok(scene.protect(from, to).is_ok().then_some(()))
     })?;
-    scene.await_protected("a", |_| ()).map(drop)
+    scene.await_protected(from, |_| ()).map(drop)
 }
 
 /// Begins to protect a VM of `host` by these further words of `protect`, and waits until it is.

@@ -78,7 +78,7 @@ fn backups_stall(part: Part) {
             })?;
             await_rounds(bulk, 5)?;
             ensure!(silence.count()? == 0, "the stalled backup sent something");
-            protect_when_taken(scene)?;
+            protect_when_taken(scene, "a", "b")?;
             await_rounds(bulk, 5)?;
         }
         scene.host_mut("a")?.kill_everything()?;

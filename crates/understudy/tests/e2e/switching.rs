@@ -205,24 +205,35 @@ fn a_backup_that_dies_on_the_way_leaves_the_guest_alone() {
 fn a_disk_error_stops_a_guest_whose_backup_died_as_its_log_began() {
     let directory = tempfile::tempdir().expect("a directory for the test");
     let failing = Failing::of("write-disk", directory.path().join("a-cannot-write"));
-    play_protected(armed("a", &format!("turn-moved=sleep(3000);{}", failing.points())), |scene, _| {
-        scene.shell()?.start(DISK)?;
-        await_disk_rounds(scene, "a", 1)?;
-        let before = scene.host("a")?.qemu_pid(VM)?;
-        scene.host("a")?.call(["protect", VM, "--to", "b", "--mode", "lockstep", "--no-wait"])?;
-        wait_for("the guest's next QEMU", LIMIT, || {
-            let pid = scene.status("a")?["qemu_pid"].as_u64();
-            Ok(pid.filter(|&pid| pid != u64::from(before)))
-        })?;
-        scene.host_mut("b")?.kill_everything()?;
-        await_degraded(scene, "a")?;
-        await_disk_rounds(scene, "a", 2)?;
-        failing.begin()?;
-        await_stop(scene)?;
-        failing.end()?;
-        await_no_disk_error(scene)?;
-        await_disk_rounds(scene, "a", 2)
-    });
+    play_protected(
+        armed("a", &format!("turn-moved=sleep(3000);{}", failing.points())),
+        |scene, _| {
+            scene.shell()?.start(DISK)?;
+            await_disk_rounds(scene, "a", 1)?;
+            let before = scene.host("a")?.qemu_pid(VM)?;
+            scene.host("a")?.call([
+                "protect",
+                VM,
+                "--to",
+                "b",
+                "--mode",
+                "lockstep",
+                "--no-wait",
+            ])?;
+            wait_for("the guest's next QEMU", LIMIT, || {
+                let pid = scene.status("a")?["qemu_pid"].as_u64();
+                Ok(pid.filter(|&pid| pid != u64::from(before)))
+            })?;
+            scene.host_mut("b")?.kill_everything()?;
+            await_degraded(scene, "a")?;
+            await_disk_rounds(scene, "a", 2)?;
+            failing.begin()?;
+            await_stop(scene)?;
+            failing.end()?;
+            await_no_disk_error(scene)?;
+            await_disk_rounds(scene, "a", 2)
+        },
+    );
 }
 
 #[test]
