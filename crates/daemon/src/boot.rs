@@ -189,7 +189,7 @@ impl Host {
         };
         let run_dir = self.vm_directory(&definition.name)?;
         medium::settle_drives(&mut definition, &run_dir)?;
-        let disks = open_disks(&definition, past.record())?;
+        let disks = open_disks(&definition, past.record(), &run_dir)?;
         let name = definition.name.clone();
         let plan = Plan {
             definition,

@@ -50,7 +50,7 @@ impl Host {
         }
         let former = self.record(name)?;
         check_no_mirror(definition, former.as_ref())?;
-        drop(open_disks(definition, None)?);
+        drop(open_disks(definition, None, &name.below(&self.config.state_dir))?);
         let mut record = self.records.of(ImageRole::Stale, Generation(0), definition);
         record.peer = other_owner(&inquiry.arbiter, &self.config.name);
         self.vm_directory(name)?;

@@ -202,11 +202,101 @@ fn a_map_in_doubt_says_why() {
     map.seal(&image).unwrap();
     assert!(reopen(&path, &image).is_ok(), "sealed, it outlives the kernel");
     // As fsck would.
-    std::thread::sleep(std::time::Duration::from_millis(20));
-    fs::write(&image, b"changed").unwrap();
+    change_by_other_means(&image);
     assert!(reopen(&path, &image).unwrap_err().contains("other means"));
-    let other_size = ChangeMap::open(&path, DISK_BYTES + GRANULE_BYTES, &image).unwrap();
-    assert!(other_size.unwrap_err().contains("size"));
+    let smaller = ChangeMap::open(&path, DISK_BYTES - 512, &image).unwrap();
+    assert!(smaller.unwrap_err().contains("size"));
+    // A raw one that was made larger.
+    let longer = OpenOptions::new().write(true).open(&image).unwrap();
+    longer.set_len(DISK_BYTES + GRANULE_BYTES).unwrap();
+    let larger = ChangeMap::open(&path, DISK_BYTES + GRANULE_BYTES, &image).unwrap();
+    assert!(larger.unwrap_err().contains("size"));
+}
+
+fn change_by_other_means(image: &Path) {
+    std::thread::sleep(std::time::Duration::from_millis(20));
+    let file = OpenOptions::new().write(true).open(image).unwrap();
+    file.write_all_at(b"changed", 0).unwrap();
+}
+
+/// The room that a qcow2 image is shown with is measured anew at each start, and all was copied.
+#[test]
+fn a_map_goes_on_where_its_disk_is_shown_with_more_room() {
+    const MORE: u64 = DISK_BYTES + 50 * GRANULE_BYTES;
+    let (_directory, image, path) = image();
+    assert_eq!(ChangeMap::disk_bytes_at(&path), None);
+    let map = create(&path, &image);
+    map.unseal().unwrap();
+    map.mark(9 * GRANULE_BYTES, 1).unwrap();
+    drop(map);
+    assert_eq!(ChangeMap::disk_bytes_at(&path), Some(DISK_BYTES));
+    let map = ChangeMap::open(&path, MORE, &image).unwrap().unwrap();
+    assert_eq!(granules(&map), [9]);
+    map.mark(MORE - 1, 1).unwrap();
+    drop(map);
+    assert_eq!(ChangeMap::disk_bytes_at(&path), Some(MORE));
+    let map = ChangeMap::open(&path, MORE, &image).unwrap().unwrap();
+    assert_eq!(granules(&map), [9, 150]);
+    // Half of one is none.
+    OpenOptions::new().write(true).open(&path).unwrap().set_len(BITS_AT + 5).unwrap();
+    assert_eq!(ChangeMap::disk_bytes_at(&path), None);
+    fs::write(&path, b"").unwrap();
+    assert_eq!(ChangeMap::disk_bytes_at(&path), None);
+}
+
+/// A mirror's map was asked for nothing at all.
+#[test]
+fn a_mirrors_map_is_in_doubt_only_if_the_mirror_was_changed() {
+    let (_directory, image, path) = image();
+    let reopen = || ChangeMap::open_of_mirror(&path, DISK_BYTES, &image).unwrap();
+    assert!(reopen().unwrap_err().contains("no list"));
+    let map = create(&path, &image);
+    map.unseal().unwrap();
+    change_by_other_means(&image);
+    assert!(reopen().is_ok(), "its primary goes on with it");
+    map.lock().file.write_all_at(b"00000000-0000-0000-0000-000000000000", BOOT_ID_AT).unwrap();
+    assert!(reopen().is_ok(), "what its host's power took is in its primary's map");
+    map.seal(&image).unwrap();
+    assert!(reopen().is_ok());
+    change_by_other_means(&image);
+    assert!(reopen().unwrap_err().contains("other means"));
+}
+
+/// A sealed map with another stamp than its image's.
+fn restamp(path: &Path, stamp: Stamp) {
+    let map = OpenOptions::new().write(true).open(path).unwrap();
+    map.write_all_at(&stamp.encode(), STAMP_AT).unwrap();
+}
+
+#[test]
+fn a_sealed_map_is_of_the_file_that_it_was_sealed_for() {
+    let (_directory, image, path) = image();
+    create(&path, &image);
+    assert!(reopen(&path, &image).is_ok());
+    // As `cp --preserve` makes it: the time is the same.
+    let copy = image.with_extension("copy");
+    fs::copy(&image, &copy).unwrap();
+    let modified = fs::metadata(&image).unwrap().modified().unwrap();
+    File::options().write(true).open(&copy).unwrap().set_modified(modified).unwrap();
+    fs::rename(&copy, &image).unwrap();
+    assert!(reopen(&path, &image).unwrap_err().contains("other means"));
+    // A release that knew the time alone has sealed it.
+    restamp(&path, Stamp::Time);
+    assert!(reopen(&path, &image).is_ok());
+}
+
+/// The node of a block device says nothing of its content: a sealed map was believed whatever was mounted meanwhile.
+#[test]
+fn a_sealed_map_of_a_device_is_believed_only_if_its_writes_are_counted() {
+    let (_directory, image, path) = image();
+    let map = create(&path, &image);
+    restamp(&path, Stamp::Uncounted);
+    assert!(reopen(&path, &image).unwrap_err().contains("nothing tells"));
+    restamp(&path, Stamp::Device { number: 1, sequence: 2, written: 3 });
+    assert!(reopen(&path, &image).unwrap_err().contains("other means"));
+    map.lock().file.write_all_at(b"00000000-0000-0000-0000-000000000000", BOOT_ID_AT).unwrap();
+    assert!(reopen(&path, &image).unwrap_err().contains("the host was restarted"));
+    assert!(ChangeMap::open_of_mirror(&path, DISK_BYTES, &image).unwrap().is_ok());
 }
 
 #[test]

@@ -328,6 +328,16 @@ impl Disk {
         sync_image(&self.image, &self.settings)
     }
 
+    /// Nobody writes any more: the list of changes, if there is one, can outlive the host's kernel, and tells whether
+    /// somebody has changed the image by other means.
+    pub fn seal_changes(&self) {
+        let Some(changes) = self.changes() else { return };
+        let path = self.path();
+        if let Err(error) = self.sync().and_then(|()| changes.seal(&path)) {
+            tracing::warn!(path = %path.display(), %error, "cannot seal the list of changed blocks");
+        }
+    }
+
     #[cfg(test)]
     pub(crate) fn image(&self) -> &Image {
         &self.image
@@ -422,12 +432,7 @@ impl Drop for Disk {
         if self.order.is_poisoned() {
             return;
         }
-        let Some(changes) = self.changes() else { return };
-        let path = self.path();
-        // Nobody writes any more: the map can outlive the host's kernel.
-        if let Err(error) = self.sync().and_then(|()| changes.seal(&path)) {
-            tracing::warn!(path = %path.display(), %error, "cannot seal the list of changed blocks");
-        }
+        self.seal_changes();
     }
 }
 

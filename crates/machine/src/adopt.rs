@@ -62,6 +62,17 @@ pub struct MachineNote {
     /// Whether the cards' taps are kept, too.
     #[serde(default)]
     keeps_taps: bool,
+    /// The bytes that each disk is shown with; none by a release that found them out again.
+    #[serde(default)]
+    disk_bytes: Vec<u64>,
+}
+
+impl MachineNote {
+    /// The bytes that QEMU sees of each disk, if they are known.
+    pub fn disk_bytes(&self) -> Option<&[u64]> {
+        let are_all = self.disk_bytes.len() == self.definition.disks.len();
+        are_all.then_some(&self.disk_bytes[..])
+    }
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -152,6 +163,7 @@ impl Machine {
             blocks: self.blocks.iter().map(block).collect(),
             pause_obstacle: self.pause_obstacle().map(str::to_owned),
             keeps_taps: true,
+            disk_bytes: self.disks().iter().map(|disk| disk.export_bytes()).collect(),
         };
         Ok((note, descriptors))
     }

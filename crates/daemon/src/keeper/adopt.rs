@@ -7,7 +7,7 @@
 use super::legacy::{self, Legacy, Readable};
 use super::note::{self, Claim, End, Found};
 use super::order::say;
-use crate::admission::open_disks;
+use crate::admission::{open_disks, open_disks_in_use};
 use crate::autostart::wish_of;
 use crate::containment;
 use crate::host::{Host, internal};
@@ -249,8 +249,12 @@ impl Host {
         })?;
         // Before anything that it has sent may leave.
         owned(self.ask_for_owner(vm, *generation))?;
-        let disks = open_disks(&note.definition, Some(&record)).map_err(later)?;
-        resync::reopen(&record, &disks, directory);
+        let disks = match note.disk_bytes() {
+            Some(bytes) => open_disks_in_use(&note.definition, bytes),
+            None => open_disks(&note.definition, Some(&record), directory),
+        }
+        .map_err(later)?;
+        resync::go_on(&self.records, &record, &disks, directory).map_err(later)?;
         let descriptors = left.descriptors.iter().map(OwnedFd::try_clone);
         let adoption = Adoption {
             note,

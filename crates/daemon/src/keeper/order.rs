@@ -176,7 +176,8 @@ impl Host {
             self.make_way(definition)?;
             // What may be missing for long is no reason to start a process again and again.
             self.check_bridges(&definition.cards)?;
-            drop(open_disks(definition, self.record(name)?.as_ref())?);
+            let directory = name.below(&self.config.state_dir);
+            drop(open_disks(definition, self.record(name)?.as_ref(), &directory)?);
             Arrival::expect(&self.arrivals, &self.config.name, definition)
         };
         let (follower, said) = self.give_order(name, order)?;

@@ -23,6 +23,7 @@ use understudy_machine::custody::{Custody, OF_RESTORE};
 use understudy_machine::{Adoption, Machine, MachineNote};
 use understudy_memory::MAIN_MEMORY;
 use understudy_protocol::{DiskIndex, Generation, LeaseAnswer};
+use understudy_replication::resync;
 use understudy_snapshot::{Area, AreaMap, Incarnation, MemberManifest, Page, Store};
 
 /// Before an arbiter that did not answer is asked again.
@@ -79,12 +80,17 @@ impl Host {
     ) -> anyhow::Result<()> {
         let RestoreNote { task, generation, machine: note } = &orphan.note;
         let descriptors = orphan.descriptors.iter().map(OwnedFd::try_clone);
+        let disks: Vec<_> = remaining.disks.iter().map(|it| it.disk().clone()).collect();
+        let directory = self.vm_directory(task.vm())?;
+        if let Some(record) = self.record(task.vm())? {
+            resync::go_on(&self.records, &record, &disks, &directory)?;
+        }
         let machine = Arc::new(Machine::adopt(Adoption {
             note,
             descriptors: descriptors.collect::<Result<_, _>>()?,
-            run_dir: &self.vm_directory(task.vm())?,
+            run_dir: &directory,
             limits: self.config.limits,
-            disks: remaining.disks.iter().map(|filler| filler.disk().clone()).collect(),
+            disks,
             on_event: self.event_sink(task.vm()),
         })?);
         let went_on = self.go_on_in(&machine, task, *generation, remaining);

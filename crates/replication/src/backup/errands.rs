@@ -111,7 +111,7 @@ impl Session {
             Errand::Start => self.start(from()?, in_lockstep)?,
             Errand::Open => work.takeover = Some(self.go_live(from()?, in_lockstep)),
             Errand::Halt => self.halt(),
-            Errand::Forget => self.forget(),
+            Errand::Forget => self.forget(work.ready.take()),
             Errand::End(_) => {}
         }
         Ok(())
@@ -161,7 +161,7 @@ impl Session {
         // With the first whole epoch the mirrors are images of their own, which its TPM's state belongs to: until
         // then this host may have others, with theirs.
         let are_new = mirrors.is_some();
-        mirrors.into_iter().flatten().try_for_each(Mirror::complete)?;
+        self.complete_mirrors(mirrors.into_iter().flatten())?;
         if let Some(tpm) = &mut work.tpm {
             let _awaited = self.vitals.applying.begin();
             tpm.apply(number, &applied.checkpoint.device_state)?;
@@ -184,6 +184,16 @@ impl Session {
             self.keep(order, &checkpoint.device_state);
         }
         Ok(checkpoint)
+    }
+
+    /// The epoch is acknowledged, and no copy to go on with until they are whole: what takes long here is told.
+    fn complete_mirrors(&self, mirrors: impl Iterator<Item = Mirror>) -> anyhow::Result<()> {
+        let awaited = self.vitals.applying.begin();
+        for mirror in mirrors {
+            awaited.again();
+            mirror.complete()?;
+        }
+        Ok(())
     }
 
     /// A disk that hangs is noticed by how far this comes.

@@ -305,7 +305,8 @@ fn follow(session: &Arc<Session>, following: &Arc<Following>) -> anyhow::Result<
 }
 
 /// Brings the mirrors to stable storage now and then, and tells the primary: it need not
-/// remember these changes, and a take-over finds little left to sync.
+/// remember these changes, and a take-over finds little left to sync. So does the first epoch, behind
+/// whose acknowledgement the whole mirror is to be there.
 fn run_settle(session: &Session) {
     let mut settled = Epoch(0);
     while !heartbeat::Pulse::is_over(session) {
@@ -315,9 +316,11 @@ fn run_settle(session: &Session) {
         // Before they are brought to stable storage.
         let written = following.as_ref().and_then(|following| following.writes().now(&machine));
         // In lockstep QEMU writes them itself.
-        let due = applied > settled || (following.is_some() && applied > Epoch(0));
+        let fills = applied == Epoch(0);
+        let due = fills || applied > settled || following.is_some();
         if due && !heartbeat::Pulse::is_over(session) {
             match session.settle() {
+                Ok(()) if fills => {}
                 Ok(()) if applied > settled => session.say(&ToPrimary::Settled(applied)),
                 Ok(()) => {
                     let still = session.following().zip(following);

@@ -4,6 +4,7 @@ mod clock;
 
 pub use clock::{Clock, Stage};
 
+use super::activation::Readiness;
 use super::apply::Checkpoint;
 use super::session::Session;
 use crate::clock::now;
@@ -66,10 +67,17 @@ impl Session {
         self.machine().halt();
     }
 
-    /// The VM is not this host's any more.
-    pub(super) fn forget(&self) {
+    /// The VM is not this host's any more. Whether somebody changes its mirrors from here on the lists of their changes
+    /// tell, if they were whole.
+    pub(super) fn forget(&self, ready: Option<Readiness>) {
         self.keeper.end();
-        self.machine().halt();
+        let machine = self.machine();
+        machine.halt();
+        let changes = ready.into_iter().flat_map(|ready| ready.changes);
+        for (disk, changes) in machine.disks().iter().zip(changes) {
+            disk.set_changes(Some(changes));
+            disk.seal_changes();
+        }
     }
 
     /// Starts the guest; nothing leaves it yet.

@@ -118,6 +118,30 @@ fn a_backup_whose_mirror_lost_writes_says_so_and_is_given_up() {
     });
 }
 
+/// All of a mirror was synced behind the first acknowledgement alone, when the guest was said to be protected.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_mirror_is_synced_while_it_is_filled() {
+    let directory = tempfile::tempdir().expect("a directory for the test");
+    let (synchronised, failing) = (Moment::new(), Failing::new(directory.path()));
+    let mut options = options().calm();
+    let point = synchronised.action("synchronised", "1*");
+    options.daemons.insert("a".to_owned(), daemon_passing(point));
+    options.daemons.insert("b".to_owned(), failing.daemon());
+    play(options, |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        scene.host("a")?.call(["protect", VM, "--to", "b", "--no-wait"])?;
+        synchronised.await_reached()?;
+        failing.begin()?;
+        let reason = await_degraded(scene, "a")?;
+        ensure!(reason.contains("cannot sync the mirror"), "{reason}");
+        failing.end()?;
+        synchronised.end()?;
+        scene.host("a")?.call(["vm", "stop", VM, "--force"]).map(drop)
+    });
+}
+
 /// The clients may hear of what the guest reads: a mirror's last writes are to outlive the power.
 #[test]
 fn no_guest_starts_on_an_image_that_cannot_be_synced() {
