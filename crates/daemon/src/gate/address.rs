@@ -120,12 +120,12 @@ mod tests {
 
     #[test]
     fn each_address_that_is_missing_is_named() {
-        let text = "name = 'a'\nlisten = ['127.0.0.1:7700', '192.0.2.1:7700']\ninsecure = true\n\
-                    [metrics]\nlisten = '192.0.2.2:9177'\n";
+        let text = "name = 'a'\nlisten = ['127.0.0.1:7700', '198.51.100.1:7700']\ninsecure = true\n\
+                    [metrics]\nlisten = '198.51.100.2:9177'\n";
         let config = HostConfig::from_toml(text, Path::new("/host.toml")).unwrap();
         let said = problems(&config);
         assert_eq!(said.len(), 2, "{said:?}");
-        assert!(said[0].starts_with("listen: this host does not have the address 192.0.2.1"));
+        assert!(said[0].starts_with("listen: this host does not have the address 198.51.100.1"));
         assert!(said[1].starts_with("[metrics] listen: "), "{said:?}");
     }
 }
