@@ -118,7 +118,7 @@ fn broken_toml_is_placed() {
 fn a_bad_name_says_what_is_allowed() {
     for name in ["", "a b", "-a", "host.example", &"x".repeat(64)] {
         let message = broken("name = \"a\"", &format!("name = \"{name}\""));
-        assert_says(&message, "host.toml:2: name:", &[name, "letters, digits"]);
+        assert_says(&message, "host.toml:2: name:", &[name, "small letters"]);
     }
     assert_says(&broken("c-2 =", "\"c_2\" ="), "host.toml:15: peers.c_2:", &["letters"]);
 }

@@ -41,7 +41,9 @@ pub fn run(
     let _ = set_name(c"understudy-keep");
     // What is said to the daemon's terminal is not meant for it. Fails if it leads a session already.
     let _ = setsid();
-    let config = HostConfig::load(config)?;
+    let mut config = HostConfig::load(config)?;
+    // Where this program lies is not told by its own mounts: below a root that is a directory of the host's, say.
+    config.agent = config.agent_path().ok();
     if let View::Whole(why) = view::enter(&config, vm)? {
         tracing::warn!("it sees the files of all VMs: {why}");
     }

@@ -116,46 +116,48 @@ fn a_late_renewal(etcd: &str) -> Result<()> {
     let config = ArbiterConfig::Etcd(config);
     let (vm, of): (VmName, _) = (literal("db"), Generation(1));
     let renewal = |mark| Renewal { host: literal("a"), length_ms: 15_000, mark };
+    // One that asks the relay first.
+    let asking = || Arbiter::new(&config, &literal("a"));
+    let tend = |arbiter: &Arbiter, errand, mark| {
+        let answer = arbiter.tend(&vm, of, errand, &renewal(mark));
+        ensure!(answer == LeaseAnswer::Own, "{errand:?} {mark}: {answer:?}");
+        Ok(())
+    };
+    let written = |arbiter: &Arbiter, mark: Option<u64>| {
+        let found = arbiter.renewal(&vm, of)?;
+        ensure!(found == mark.map(renewal), "the lease is {found:?}");
+        Ok(())
+    };
     // The second time there has been one before.
     for (first, late) in [(1, 2), (3, 4)] {
-        // One that asks the relay first.
-        let arbiter = Arbiter::new(&config, &literal("a"))?;
+        let arbiter = &asking()?;
         arbiter.claim(&vm, Generation(0));
-        let tend = |errand, mark| {
-            let answer = arbiter.tend(&vm, of, errand, &renewal(mark));
-            ensure!(answer == LeaseAnswer::Own, "{errand:?} {mark}: {answer:?}");
-            Ok(())
-        };
-        let written = |mark: Option<u64>| {
-            let found = arbiter.renewal(&vm, of)?;
-            ensure!(found == mark.map(renewal), "the lease is {found:?}");
-            Ok(())
-        };
-        tend(LeaseErrand::Renew, first)?;
-        written(Some(first))?;
+        tend(arbiter, LeaseErrand::Renew, first)?;
+        written(arbiter, Some(first))?;
         relay.set(Kept::Next);
-        tend(LeaseErrand::Renew, late)?;
-        written(Some(late))?;
-        tend(LeaseErrand::Withdraw, late)?;
+        tend(arbiter, LeaseErrand::Renew, late)?;
+        written(arbiter, Some(late))?;
+        tend(arbiter, LeaseErrand::Withdraw, late)?;
         relay.release()?;
-        written(None)?;
+        written(arbiter, None)?;
         // Before, a `null` was left, which another version of Understudy could not read.
         let left = cluster.get::<serde_json::Value>("/leases/db/1")?;
         ensure!(left.is_none(), "the withdrawn lease is {left:?}");
         // A withdrawal that comes behind another one, and a renewal, leaves that.
+        let arbiter = &asking()?;
         relay.set(Kept::Next);
-        tend(LeaseErrand::Withdraw, late)?;
-        tend(LeaseErrand::Renew, late)?;
+        tend(arbiter, LeaseErrand::Withdraw, late)?;
+        tend(arbiter, LeaseErrand::Renew, late)?;
         relay.release()?;
-        written(Some(late))?;
+        written(arbiter, Some(late))?;
         let of_all = arbiter.renewals(&vm)?;
         ensure!(of_all == [(of, renewal(late))], "{of_all:?}");
-        tend(LeaseErrand::Withdraw, late)?;
+        tend(arbiter, LeaseErrand::Withdraw, late)?;
         // So did the version before this one.
         ensure!(cluster.swap("/leases/db/1", 0, &None::<Renewal>)?);
-        written(None)?;
+        written(arbiter, None)?;
         ensure!(arbiter.renewals(&vm)?.is_empty());
-        tend(LeaseErrand::Withdraw, late)?;
+        tend(arbiter, LeaseErrand::Withdraw, late)?;
     }
     Ok(())
 }
