@@ -1,8 +1,8 @@
 //! Arrivals: VMs that this host is about to back up, or to bring up in a keeper. Name, MAC addresses
 //! and memory are theirs before there is a machine, so that nobody waits for a primary that takes its
-//! time to send the rest.
+//! time to send the rest. And those that it is about to claim.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use understudy_protocol::VmName;
@@ -11,7 +11,27 @@ use understudy_threads::Common;
 
 /// The VMs that are about to be here.
 #[derive(Clone, Debug, Default)]
-pub struct Arrivals(Arc<Common<BTreeMap<VmName, Arc<Expected>>>>);
+pub struct Arrivals(Arc<Common<Coming>>);
+
+#[derive(Debug, Default)]
+struct Coming {
+    /// Those that have a place.
+    expected: BTreeMap<VmName, Arc<Expected>>,
+    /// Those that are about to be claimed.
+    claimed: BTreeSet<VmName>,
+}
+
+/// A VM is about to be claimed here, until this is dropped.
+pub struct Claim {
+    arrivals: Arrivals,
+    vm: VmName,
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        self.arrivals.0.lock().claimed.remove(&self.vm);
+    }
+}
 
 /// A VM that is about to be here.
 #[derive(Debug)]
@@ -35,32 +55,44 @@ impl Arrivals {
     /// All that no keeper has.
     pub fn all(&self) -> Vec<Arc<Expected>> {
         let arrivals = self.0.lock();
-        arrivals.values().filter(|expected| !expected.is_in_keeper()).cloned().collect()
+        arrivals.expected.values().filter(|expected| !expected.is_in_keeper()).cloned().collect()
     }
 
     /// Whether a VM is among them.
     pub fn has(&self, vm: &VmName) -> bool {
-        self.0.lock().contains_key(vm)
+        self.0.lock().expected.contains_key(vm)
     }
 
     /// Whether a VM is among them that no keeper has.
     pub fn is_expected(&self, vm: &VmName) -> bool {
-        self.0.lock().get(vm).is_some_and(|expected| !expected.is_in_keeper())
+        self.0.lock().expected.get(vm).is_some_and(|expected| !expected.is_in_keeper())
     }
 
     /// Definition of a VM that a keeper has.
     pub fn kept(&self, vm: &VmName) -> Option<VmDefinition> {
         let arrivals = self.0.lock();
-        let expected = arrivals.get(vm).filter(|expected| expected.is_in_keeper());
+        let expected = arrivals.expected.get(vm).filter(|expected| expected.is_in_keeper());
         expected.map(|expected| expected.definition.clone())
     }
 
     /// A VM's keeper has ended: what the VM was is not known of the next one.
     pub fn forget_kept(&self, vm: &VmName) {
-        let mut arrivals = self.0.lock();
-        if arrivals.get(vm).is_some_and(|expected| expected.is_in_keeper()) {
-            arrivals.remove(vm);
+        let expected = &mut self.0.lock().expected;
+        if expected.get(vm).is_some_and(|expected| expected.is_in_keeper()) {
+            expected.remove(vm);
         }
+    }
+
+    /// Has whoever asks this host about a VM hear that it is about to claim it, until it runs or comes to nothing: a host
+    /// that finds the claim at the arbiter, and nobody who runs the VM, would claim it in its turn.
+    pub fn begin_claim(&self, vm: &VmName) -> Claim {
+        self.0.lock().claimed.insert(vm.to_owned());
+        Claim { arrivals: self.clone(), vm: vm.to_owned() }
+    }
+
+    /// Whether a VM is about to be claimed here.
+    pub fn is_claimed(&self, vm: &VmName) -> bool {
+        self.0.lock().claimed.contains(vm)
     }
 }
 
@@ -79,7 +111,7 @@ impl Arrival {
             definition: definition.clone(),
             in_keeper: AtomicBool::new(false),
         });
-        arrivals.0.lock().insert(definition.name.clone(), expected.clone());
+        arrivals.0.lock().expected.insert(definition.name.clone(), expected.clone());
         Arrival { arrivals: arrivals.clone(), expected }
     }
 
@@ -101,10 +133,10 @@ impl Arrival {
 
 impl Drop for Arrival {
     fn drop(&mut self) {
-        let mut arrivals = self.arrivals.0.lock();
+        let expected = &mut self.arrivals.0.lock().expected;
         // The VM may have come once more while its last keeper ended.
-        if arrivals.get(self.vm()).is_some_and(|there| Arc::ptr_eq(there, &self.expected)) {
-            arrivals.remove(self.vm());
+        if expected.get(self.vm()).is_some_and(|there| Arc::ptr_eq(there, &self.expected)) {
+            expected.remove(self.vm());
         }
     }
 }

@@ -82,18 +82,6 @@ impl Past {
     }
 }
 
-/// A VM that is about to be claimed here.
-pub(crate) struct Starting<'a> {
-    host: &'a Host,
-    vm: VmName,
-}
-
-impl Drop for Starting<'_> {
-    fn drop(&mut self) {
-        self.host.starting.lock().remove(&self.vm);
-    }
-}
-
 impl Host {
     /// Starts a VM on this host, unprotected.
     pub fn vm_start(
@@ -211,7 +199,7 @@ impl Host {
         let machine = self.launch(plan).map_err(|error| failed("cannot start the VM", &error))?;
         sync_images(&machine).map_err(|error| failed("cannot start the VM", &error))?;
         // Everything works: only now the arbiter's record changes.
-        let _starting = self.begin_start(&name);
+        let _claim = self.arrivals.begin_claim(&name);
         self.note_claim(&name, &past)?;
         let generation = self.take_ownership(&name, past.newest)?;
         fail::fail_point!("claimed", |_| {
@@ -227,13 +215,6 @@ impl Host {
         machine.ensure_running().map_err(|error| failed("cannot start the guest", &error))?;
         vm.events.record(EventKind::Started);
         Ok(Vm::Primary(vm).status())
-    }
-
-    /// Has whoever asks this host about a VM hear that it is about to claim it, until it runs or comes to nothing: a host
-    /// that finds the claim at the arbiter, and nobody who runs the VM, would claim it in its turn.
-    pub(crate) fn begin_start(&self, vm: &VmName) -> Starting<'_> {
-        self.starting.lock().insert(vm.to_owned());
-        Starting { host: self, vm: vm.to_owned() }
     }
 
     /// Notes that this host, whose images are the newest, is about to claim the VM: should nothing come of it they

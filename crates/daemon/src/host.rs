@@ -23,7 +23,7 @@ use crate::vm::{PrimaryVm, Vm};
 use crate::{
     arbiter_watch, bridges, expiry, gate, keeper, lease, memory_pressure, strangers, webhook,
 };
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
@@ -79,9 +79,7 @@ pub struct Host {
     pub(crate) presences: Common<BTreeMap<VmName, Weak<()>>>,
     /// Lock that is held while a VM is added, so that two cannot take one name.
     pub(crate) adding: Common<()>,
-    /// VMs that it is about to claim; changed under `adding`.
-    pub(crate) starting: Common<BTreeSet<VmName>>,
-    /// VMs that it is about to back up; changed under `adding`.
+    /// VMs that it is about to back up, or to claim; changed under `adding`.
     pub(crate) arrivals: Arrivals,
     /// Connections of hosts that are not known yet.
     pub(crate) lobby: Arc<Lobby>,
@@ -241,7 +239,6 @@ impl Host {
             vms: Common::default(),
             presences: Common::default(),
             adding: Common::default(),
-            starting: Common::default(),
             arrivals: Arrivals::default(),
             lobby: Arc::default(),
             protecting: Common::default(),

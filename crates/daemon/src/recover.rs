@@ -64,7 +64,7 @@ impl Host {
     pub(crate) fn images_answer(&self, vm: &VmName) -> Result<ImagesAnswer, HostError> {
         let mut runs = None;
         // In this order: what is started is in one of them at any moment.
-        let starts = self.starting.lock().contains(vm);
+        let starts = self.arrivals.is_claimed(vm);
         let present = self.vms.lock().get(vm).cloned();
         let mut keeps = false;
         let mut busy = match present {

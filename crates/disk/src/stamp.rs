@@ -60,8 +60,11 @@ impl Stamp {
 
     /// None if it is of no kind that this release knows.
     pub fn decode(bytes: &[u8; BYTES]) -> Option<Stamp> {
-        let (words, _) = bytes.as_chunks();
-        let word = |at: usize| u64::from_le_bytes(words[at]);
+        let mut words = [0; BYTES / 8];
+        for (word, bytes) in words.iter_mut().zip(bytes.chunks_exact(8)) {
+            *word = u64::from_le_bytes(bytes.try_into().expect("eight of them"));
+        }
+        let word = |at: usize| words[at];
         match word(0) {
             0 => Some(Stamp::Time),
             FILE => Some(Stamp::File { inode: word(1) }),

@@ -200,7 +200,7 @@ impl Prepared {
     pub fn start(mut self, host: &Arc<Host>, task: &RestoreTask) -> anyhow::Result<()> {
         let _adding = host.adding.lock();
         host.check_unused(self.machine.definition())?;
-        let _starting = host.begin_start(task.vm());
+        let _claim = host.arrivals.begin_claim(task.vm());
         let generation = host.take_ownership(task.vm(), task.newest)?;
         let run = || -> anyhow::Result<()> {
             host.note_restoring(&self.machine, generation, task, self.owner.clone())?;
