@@ -143,6 +143,12 @@ coverage! {
     forced,
     /// Its owner's clock was not as fast as that of the host that waited for its lease to end.
     forced_by_another_clock,
+    /// One of several paths failed.
+    paths_failed,
+    /// A host found that a path was down.
+    paths_down,
+    /// The data went on over another path.
+    data_moved,
     /// A sole owner stood still, and its clock with it.
     clocks_stopped,
     /// It was not, for the owner lived.
