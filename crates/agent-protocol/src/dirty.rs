@@ -7,15 +7,15 @@
 use std::mem::size_of;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What the daemon wants of the dirty log; the number is in [`crate::PausePage::dirty_wish`].
+/// Wish of the daemon for the dirty log; the number is in [`crate::PausePage::dirty_wish`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum DirtyWish {
-    /// Begin: from now on every write is noted.
+    /// Begins: from now on every write is noted.
     Begin = 1,
-    /// Add to the bitmaps what was written since the last time.
+    /// Adds to the bitmaps what was written since the last time.
     Collect = 2,
-    /// Note nothing any more.
+    /// Ends the log: nothing is noted any more.
     End = 3,
 }
 
@@ -27,13 +27,13 @@ impl DirtyWish {
     }
 }
 
-/// What became of it; the number is in [`crate::PausePage::dirty_outcome`].
+/// Outcome of a wish; the number is in [`crate::PausePage::dirty_outcome`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum DirtyOutcome {
-    /// It is done.
+    /// Success.
     Done = 0,
-    /// This QEMU does not export what it takes.
+    /// Failure: this QEMU does not export what it takes.
     Missing = 1,
     /// QEMU would not begin.
     Refused = 2,
@@ -53,7 +53,7 @@ impl DirtyOutcome {
 #[derive(Debug, Default)]
 #[repr(C)]
 pub struct DirtyBlock {
-    /// Where the block begins in QEMU.
+    /// Address in QEMU where the block begins.
     pub address: AtomicU64,
     /// Its pages, the last one perhaps in part.
     pub pages: AtomicU64,

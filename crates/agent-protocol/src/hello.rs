@@ -12,18 +12,18 @@ const VERSION: u32 = 9;
 /// Longest name of a function that can be reported.
 const NAME_BYTES: usize = 64;
 
-/// What the agent says of itself: magic, version, and the names of what it misses in QEMU.
+/// Greeting of the agent: magic, version, and the names of what it misses in QEMU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
     /// The agent's version.
     pub version: u32,
-    /// What QEMU lacks for pauses by the agent; none if it lacks nothing.
+    /// Name of what QEMU lacks for pauses by the agent; none if it lacks nothing.
     pub missing: Option<String>,
-    /// What QEMU lacks, or has otherwise, for lockstep; none if it is as it should be.
+    /// Name of what QEMU lacks, or has otherwise, for lockstep; none if it is as it should be.
     pub missing_for_lockstep: Option<String>,
 }
 
-/// Why bytes are no hello of this version.
+/// Reason why bytes are no hello of this version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HelloError {
     /// Something else was sent, of so many bytes.
@@ -33,7 +33,7 @@ pub enum HelloError {
 }
 
 impl Default for Hello {
-    /// That of an agent of this version, which misses nothing.
+    /// Hello of an agent of this version, which misses nothing.
     fn default() -> Hello {
         Hello { version: VERSION, missing: None, missing_for_lockstep: None }
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-or-later
-//! What the daemon and the agent inside QEMU say to each other.
+//! Protocol between the daemon and the agent inside QEMU.
 //!
 //! 1. The agent connects to the daemon's socket while QEMU starts, and sends a [`Hello`]
 //!    with [`HELLO_DESCRIPTORS`] beside it: two userfaultfds (to track writes; to be told of
@@ -50,11 +50,11 @@ pub const SOCKET_VARIABLE: &str = "UNDERSTUDY_AGENT";
 /// belongs to the process that asks, which thus needs no right of its own.
 pub const DEVICE_VARIABLE: &str = "UNDERSTUDY_USERFAULTFD";
 
-/// How many descriptors are beside the [`Hello`].
+/// Number of descriptors beside the [`Hello`].
 pub const HELLO_DESCRIPTORS: usize = 3;
 
 /// The daemon's only message: pauses will be asked for through the descriptors beside it.
 pub const ARM: [u8; 8] = *b"USTDYARM";
 
-/// How many descriptors are beside [`ARM`].
+/// Number of descriptors beside [`ARM`].
 pub const ARM_DESCRIPTORS: usize = 3;

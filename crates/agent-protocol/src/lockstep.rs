@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-or-later
-//! Lockstep: what the agent is told at its start, what it is asked for, and what it shows.
+//! Protocol of lockstep: what the agent is told at its start, what it is asked for, what it shows.
 
 use crate::page::monotonic;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,7 +20,7 @@ pub const TICKS_VARIABLE: &str = "UNDERSTUDY_TICKS";
 /// The log's name for QEMU (`rrfile=`). No file of that name is ever opened.
 pub const LOG_NAME: &str = "understudy-log";
 
-/// What a QEMU in lockstep does with its log.
+/// Task of a QEMU in lockstep with its log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogRole {
     /// A primary: writes it.
@@ -30,7 +30,7 @@ pub enum LogRole {
 }
 
 impl LogRole {
-    /// As QEMU and [`LOCKSTEP_VARIABLE`] call it.
+    /// Name in QEMU and in [`LOCKSTEP_VARIABLE`].
     pub fn name(self) -> &'static str {
         match self {
             LogRole::Record => "record",
@@ -44,27 +44,27 @@ impl LogRole {
     }
 }
 
-/// What the agent is asked for on its control socket: one byte, answered by eight: the bytes of
+/// Request to the agent on its control socket: one byte, answered by eight: the bytes of
 /// log that have passed it so far, or [`Request::REFUSED`]. All but [`Request::Detach`],
 /// [`Request::Hold`] and [`Request::LetGo`] are done in QEMU's main loop, which on a backup may be
 /// waiting for log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Request {
-    /// Primary: the log goes to nowhere from here on, because there is no backup any more.
+    /// Detaches the log of a primary, which has no backup any more: it goes nowhere from here on.
     Detach = b'd',
-    /// Primary: bring the log out up to this instruction.
+    /// Flushes the log of a primary up to this instruction.
     Flush = b's',
-    /// Primary: stand still at a place of the log, as soon as the main loop comes to it, without
+    /// Halts a primary at a place of the log, as soon as the main loop comes to it, without
     /// stopping the machine, which would be no part of the log. Answered at once, with the
     /// number of the hold: the [`LogPage`] shows when the machine stands still, and where.
     Hold = b'h',
-    /// Primary: that has ended, or is not wanted any more.
+    /// Lets a primary go: the hold has ended, or is not wanted any more.
     LetGo = b'g',
-    /// Backup, loaded and stopped: the log comes from the daemon from here on. Waits for its
-    /// first bytes.
+    /// Lets a backup, loaded and stopped, follow the log, which comes from the daemon from here on.
+    /// Waits for its first bytes.
     Follow = b'f',
-    /// Backup, stopped at the end of its log: an ordinary machine from here on.
+    /// Lets a backup, stopped at the end of its log, go live: an ordinary machine from here on.
     GoLive = b'l',
 }
 
@@ -81,12 +81,12 @@ impl Request {
     }
 }
 
-/// What a pause does with the log of a primary, in QEMU's main loop, between stopping the
+/// Errand of a pause with the log of a primary, in QEMU's main loop, between stopping the
 /// machine and letting it go.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u32)]
 pub enum LogErrand {
-    /// Nothing.
+    /// No errand.
     #[default]
     None = 0,
     /// The log goes to the daemon from the device state of this pause on: the two are what a
@@ -106,14 +106,14 @@ impl LogErrand {
     }
 }
 
-/// What the daemon sees of the log without asking. The agent alone writes.
+/// View of the log that the daemon has without asking. The agent alone writes.
 #[derive(Debug, Default)]
 #[repr(C)]
 pub struct LogPage {
-    /// Primary: bytes of log that QEMU has written and that left through the agent.
-    /// Backup: bytes of log that QEMU has taken, without what its buffer still holds.
+    /// Bytes of log that a primary's QEMU has written and that left through the agent, or that a
+    /// backup's QEMU has taken, without what its buffer still holds.
     pub position: AtomicU64,
-    /// Since when QEMU stands still for the log (primary: no room, backup: none left), in
+    /// Time since which QEMU stands still for the log (primary: no room, backup: none left), in
     /// nanoseconds of the monotonic clock; 0 if it does not.
     pub blocked_since: AtomicU64,
     /// Nanoseconds that it stood still, without the present wait.
@@ -145,7 +145,7 @@ impl LogPage {
         let _ = self.blocked_since.compare_exchange(0, monotonic(), begun, waits);
     }
 
-    /// Resume, if stopped.
+    /// Ends the standstill, if QEMU stands still.
     pub fn end_block(&self) {
         let since = self.blocked_since.swap(0, Ordering::AcqRel);
         if since != 0 {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-or-later
-//! What the agent does to QEMU's mappings when the daemon asks on the socket of the hello: one
-//! packet, answered by eight bytes, 0 or the number of the system's error.
+//! Requests that the agent change QEMU's mappings, which the daemon makes on the socket of the
+//! hello: one packet, answered by eight bytes, 0 or the number of the system's error.
 
 /// Ranges in one [`MemoryRequest::Drop`].
 pub const MOST_RANGES: usize = 512;
@@ -14,13 +14,13 @@ pub struct DropRange {
     pub bytes: u64,
 }
 
-/// What can be asked for.
+/// Request for a change of mappings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MemoryRequest {
-    /// Forget where these pages are, so that the next access to each is noticed. Their content
+    /// Forgets where these pages are, so that the next access to each is noticed. Their content
     /// stays: only for memory that is a shared file. At most [`MOST_RANGES`].
     Drop(Vec<DropRange>),
-    /// Have QEMU translate the guest's code anew, so that it is read again.
+    /// Makes QEMU translate the guest's code anew, so that it is read again.
     ForgetCode,
 }
 

@@ -4,19 +4,19 @@
 use crate::{DirtyOutcome, DirtyWish, LogErrand, Word};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-/// What the daemon wants of a pause; see [`PausePage::order`].
+/// Order of the daemon for a pause; see [`PausePage::order`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Order {
-    /// Stop the machine and save its device state. Ring the bell, too.
+    /// Stops the machine and saves its device state; the bell is rung, too.
     Begin = 1,
-    /// Let it run again.
+    /// Lets it run again.
     Resume = 2,
-    /// Leave it stopped.
+    /// Leaves the machine stopped.
     Stay = 3,
 }
 
-/// How far the agent is; the number is what [`PausePage::answer`] holds.
+/// Progress of the agent; the number is what [`PausePage::answer`] holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Answer {
@@ -36,8 +36,8 @@ pub enum Answer {
     /// Nothing was done. The machine did not run, for another reason than a pause, and is
     /// not in lockstep; or it is not in the role for the errand.
     Refused = 6,
-    /// With [`LogErrand::Detach`], before [`Answer::Stopped`]: all the log has left QEMU, and its
-    /// requests to disks are waited for.
+    /// End of the log with [`LogErrand::Detach`], before [`Answer::Stopped`]: all of it has left
+    /// QEMU, and its requests to disks are waited for.
     Detached = 7,
 }
 
@@ -50,7 +50,7 @@ impl Answer {
     }
 }
 
-/// What both map. The daemon believes nothing in it beyond what it can check: a guest may
+/// Page that both map. The daemon believes nothing in it beyond what it can check: a guest may
 /// have taken QEMU over.
 #[derive(Debug, Default)]
 #[repr(C)]
@@ -67,9 +67,9 @@ pub struct PausePage {
     /// Bytes of log that had passed the agent when the device state was saved (or, for
     /// [`LogErrand::Detach`], before): where an attached log begins, or a detached one ends.
     pub log_position: AtomicU64,
-    /// When the daemon rang the bell: nanoseconds of `CLOCK_MONOTONIC`, as below.
+    /// Time at which the daemon rang the bell: nanoseconds of `CLOCK_MONOTONIC`, as below.
     pub rung: AtomicU64,
-    /// When each answer was given, by its number. The first is when the agent heard the
+    /// Times at which each answer was given, by its number. The first is when the agent heard the
     /// bell.
     pub stamps: [AtomicU64; PausePage::STAMPS],
     /// Number of the daemon's last probe. It rings the bell, too.
@@ -80,15 +80,15 @@ pub struct PausePage {
     pub dirty_wish: AtomicU32,
     /// A [`crate::DirtyOutcome`]: what became of it.
     pub dirty_outcome: AtomicU32,
-    /// How often the dirty log was asked for when that was done.
+    /// Number of times that the dirty log was asked for when that was done.
     pub dirty_done: Word,
     /// Blocks in the table behind the page.
     pub dirty_blocks: AtomicU32,
-    /// When the guest last ran on the host that it comes from: nanoseconds of this host's
+    /// Time at which the guest last ran on the host that it comes from: nanoseconds of this host's
     /// `CLOCK_MONOTONIC`; 0 if it comes from none. Counts when the machine first runs.
     pub taken: AtomicU64,
-    /// Not 0 if the format of a disk keeps writes back inside QEMU, as qcow2 does with its tables: a
-    /// pause then has them written.
+    /// Flag that is not 0 if the format of a disk keeps writes back inside QEMU, as qcow2 does with
+    /// its tables: a pause then has them written.
     pub writes_back: AtomicU32,
 }
 
@@ -96,7 +96,7 @@ pub struct PausePage {
 const ORDER_BITS: u32 = 8;
 
 impl PausePage {
-    /// How many stamps there are.
+    /// Number of stamps.
     pub const STAMPS: usize = 8;
 
     /// Size of the memfd.

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Watching instead of sleeping spares a wake-up of some 20 µs; for longer than this it
-/// would keep a processor from others.
+/// Longest time to watch instead of sleeping, which spares a wake-up of some 20 µs; for longer than
+/// this it would keep a processor from others.
 const SPIN: Duration = Duration::from_micros(150);
 
 /// Looks between two looks at the clock.
@@ -21,7 +21,7 @@ const LOOKS: u32 = 64;
 pub struct Word(AtomicU32);
 
 impl Word {
-    /// What it is now. What was written before it was set is seen by who reads it.
+    /// Value that it has now. What was written before it was set is seen by who reads it.
     pub fn get(&self) -> u32 {
         self.0.load(Ordering::Acquire)
     }

@@ -87,7 +87,7 @@ pub fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
 }
 
 impl Card {
-    /// What a tap would say; none if a tap is not asked.
+    /// Answer that a tap would give; none if a tap is not asked.
     fn answer(&self, request: u32, argument: *mut c_void) -> Option<Result<(), c_int>> {
         const GET_INTERFACE: u32 = libc::TUNGETIFF as u32;
         const GET_HEADER: u32 = libc::TUNGETVNETHDRSZ as u32;

@@ -24,20 +24,21 @@ use understudy_agent_protocol::{PausePage, monotonic};
 
 type StateHandler = extern "C" fn(*mut c_void, bool, c_int);
 
-/// What a change of the machine's state is told to first: devices start their timers then.
+/// Priority of the handler that a change of the machine's state is told to first: devices start
+/// their timers then.
 const FIRST: c_int = -1000;
 
-/// What it takes of QEMU.
+/// Symbols that it takes of QEMU.
 struct Clocks {
     page: &'static PausePage,
     get_clock: unsafe extern "C" fn() -> i64,
     get_ticks: unsafe extern "C" fn() -> i64,
     /// QEMU's `timers_state`.
     timers: &'static [AtomicI64],
-    /// Where the distances are in it, and what they are, once the machine has run; none if they
-    /// were not found.
+    /// Places of the distances in it, and their values, once the machine has run; none if
+    /// they were not found.
     kept: OnceLock<Option<Kept>>,
-    /// This host's clocks when this began, to know the counter's rate.
+    /// Reading of this host's clocks when this began, to know the counter's rate.
     began: Reading,
 }
 
@@ -55,7 +56,7 @@ struct Place {
     value: i64,
 }
 
-/// This host's clocks at one moment: nanoseconds, and ticks of the time stamp counter.
+/// Reading of this host's clocks at one moment: nanoseconds, and ticks of the time stamp counter.
 #[derive(Clone, Copy)]
 struct Reading {
     nanoseconds: i64,
@@ -140,8 +141,8 @@ impl Clocks {
         Some(Kept { clock, ticks })
     }
 
-    /// Which numbers of `timers_state` are the distances of the clock and of the counter. Each
-    /// is told by its value, which one number alone can have.
+    /// Finds the numbers of `timers_state` that are the distances of the clock and of the counter.
+    /// Each is told by its value, which one number alone can have.
     fn find(&self) -> Option<(Place, Place)> {
         // SAFETY: in the main loop; the calls read variables.
         let (before, clock, ticks, after) =
@@ -160,7 +161,7 @@ impl Clocks {
         fitting.next().is_none().then_some(Place { index, value })
     }
 
-    /// How far this host's counter goes in so many nanoseconds.
+    /// Ticks that this host's counter goes in so many nanoseconds.
     fn ticks_in(&self, nanoseconds: i64, now: Reading) -> i64 {
         let passed = (now.nanoseconds - self.began.nanoseconds).max(1);
         let ticks = now.ticks - self.began.ticks;

@@ -158,7 +158,7 @@ pub struct Area {
 }
 
 impl Area {
-    /// What is behind the page of a mapping.
+    /// Area behind the page of a mapping.
     ///
     /// # Safety
     ///
@@ -167,7 +167,7 @@ impl Area {
         Area { start, bytes }
     }
 
-    /// With a table of so many blocks.
+    /// Area with a table of so many blocks.
     pub fn with(&self, blocks: u32) -> Option<DirtyArea<'static>> {
         // SAFETY: `at` was told so.
         unsafe { DirtyArea::at(self.start, self.bytes, blocks as usize) }

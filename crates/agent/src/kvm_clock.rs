@@ -45,20 +45,21 @@ struct DeviceAttribute {
 /// `KVM_CLOCK_REALTIME`: the time of day that belongs to the clock is there, too. What is set goes
 /// on from then.
 const HAS_REALTIME: u32 = 1 << 2;
-/// By how much the host's time of day may have been corrected between a stop and a run, in
+/// Largest correction of the host's time of day between a stop and a run, in
 /// nanoseconds; beyond that it is not what has passed.
 const MOST_CORRECTION: u64 = 1_000_000;
 
-/// When a machine from another host last ran there, until its kvmclock is first set; 0 without.
+/// Time at which a machine from another host last ran there, until its kvmclock is first set; 0
+/// without.
 static TAKEN: AtomicU64 = AtomicU64::new(0);
-/// What QEMU last read of the kvmclock.
+/// Value that QEMU last read of the kvmclock.
 static READ: Mutex<Option<ClockRead>> = Mutex::new(None);
 
 struct ClockRead {
     clock: u64,
     /// The host's time of day then, if KVM says it.
     realtime: Option<u64>,
-    /// When, by the clock that a kvmclock runs by, and how long KVM took to answer.
+    /// Time, by the clock that a kvmclock runs by, and how long KVM took to answer.
     at: u64,
     took: u64,
 }
@@ -110,7 +111,7 @@ pub unsafe fn ioctl(fd: RawFd, request: c_ulong, argument: *mut c_void) -> c_int
     pass_on(argument)
 }
 
-/// What is set is what was read, and the time since then. KVM itself can tell that exactly, by the
+/// Sets what was read, and the time since then. KVM itself can tell that exactly, by the
 /// time of day; else what it takes to answer is taken to be the same both times.
 fn go_on(read: &ClockRead, data: &mut ClockData) {
     let passed = (raw() + read.took / 2).saturating_sub(read.at);

@@ -9,7 +9,7 @@ use crate::qemu_symbols::function;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// What the main loop calls, with the pointer given for it.
+/// Function that the main loop calls, with the pointer given for it.
 pub type Callback = extern "C" fn(*mut c_void);
 
 /// QEMU's main loop.

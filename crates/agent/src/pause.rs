@@ -39,7 +39,7 @@ const INMIGRATE: (c_int, &CStr) = (1, c"inmigrate");
 const PAUSED: (c_int, &CStr) = (4, c"paused");
 const RUNNING: (c_int, &CStr) = (9, c"running");
 
-/// How long to wait for an order between two looks; the daemon's end is seen elsewhere.
+/// Longest time to wait for an order between two looks; the daemon's end is seen elsewhere.
 const LONGEST_WAIT: Duration = Duration::from_secs(1);
 
 type Action = unsafe extern "C" fn();
@@ -158,7 +158,7 @@ struct Pauser {
     file: OwnedFd,
     /// None if QEMU does not export what it takes.
     dirty_log: Option<QemuDirtyLog>,
-    /// Behind the page.
+    /// Area behind the page.
     area: Area,
 }
 
@@ -264,7 +264,8 @@ impl Pauser {
         true
     }
 
-    /// What the formats of disks keep back gets to the disks, which all are drained. False if that failed.
+    /// Writes what the formats of disks keep back to the disks, which all are drained. False if
+    /// that failed.
     fn write_back(&self) -> bool {
         let kept = self.page.writes_back.load(Ordering::Relaxed) != 0;
         // SAFETY: in the main loop, and the machine is stopped.
@@ -276,10 +277,11 @@ impl Pauser {
         unsafe { (self.qemu.reset_requested)() != 0 || (self.qemu.shutdown_requested)() != 0 }
     }
 
-    /// What QEMU's `do_vm_stop` does, in its order but for the clocks: they are stopped behind the
-    /// vCPUs. Stopping them takes a lock by spinning, which an emulated vCPU holds while it reads its
-    /// counter. In a pause this thread and the vCPUs have real-time priorities: spinning here, it could
-    /// keep the holder from its processor for ever, and another vCPU that spins, too, from the other.
+    /// Does what QEMU's `do_vm_stop` does, in its order but for the clocks: they are stopped behind
+    /// the vCPUs. Stopping them takes a lock by spinning, which an emulated vCPU holds while it
+    /// reads its counter. In a pause this thread and the vCPUs have real-time priorities: spinning
+    /// here, it could keep the holder from its processor for ever, and another vCPU that spins,
+    /// too, from the other.
     fn stop(&self) {
         // SAFETY: in the main loop, with a machine that runs.
         unsafe {
@@ -291,7 +293,7 @@ impl Pauser {
         }
     }
 
-    /// What QEMU's `vm_start` does, in its order. A pending request to stop, as for an error
+    /// Does what QEMU's `vm_start` does, in its order. A pending request to stop, as for an error
     /// of a disk, stays pending: the main loop serves it next.
     fn start(&self) {
         // SAFETY: in the main loop, with a machine that `stop` stopped.
@@ -303,7 +305,7 @@ impl Pauser {
         }
     }
 
-    /// What QEMU's `qmp_xen_save_devices_state` does once the machine is stopped. The file
+    /// Does what QEMU's `qmp_xen_save_devices_state` does once the machine is stopped. The file
     /// keeps its memory: what lies behind the new content is no part of it.
     fn save(&self) -> bool {
         let file = self.file.as_raw_fd();

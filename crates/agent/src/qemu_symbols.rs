@@ -28,7 +28,7 @@ pub unsafe fn function<F: Copy>(name: &'static CStr) -> Result<F, String> {
     Ok(unsafe { mem::transmute_copy::<NonNull<c_void>, F>(&address) })
 }
 
-/// Where a variable or a function of QEMU's is, by name.
+/// Place where a variable or a function of QEMU's is, by name.
 pub fn place(name: &CStr) -> Result<Range<usize>, String> {
     const WANT_SYMBOL: c_int = 1; // RTLD_DL_SYMENT
     // SAFETY: the name ends with a zero byte; the structures are filled before they are read,

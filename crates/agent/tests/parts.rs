@@ -1,7 +1,7 @@
-//! What a pause costs a guest on KVM, counted part by part: system calls of QEMU, by name for those
-//! to KVM, exits of the guest, and what KVM does for them that is dear. Each for the pauses of the
-//! agent and for those through QMP, for 1, 2 and 4 virtual CPUs, with and without event descriptors
-//! for the queues of virtio's devices.
+//! Costs of a pause to a guest on KVM, counted part by part: system calls of QEMU, by name for
+//! those to KVM, exits of the guest, and what KVM does for them that is dear. Each for the pauses
+//! of the agent and for those through QMP, for 1, 2 and 4 virtual CPUs, with and without event
+//! descriptors for the queues of virtio's devices.
 //!
 //! Played by `make test-kvm`: it asserts only what others rely on, and prints a table.
 
@@ -21,10 +21,10 @@ use understudy_qemu::qmp::DeviceState;
 
 /// Pauses that are counted.
 const PAUSES: u64 = 10;
-/// Between two, while the guest idles.
+/// Time between two pauses, while the guest idles.
 const BETWEEN: Duration = Duration::from_millis(100);
 const TRACING: &str = "/sys/kernel/tracing";
-/// What KVM does in a pause that makes processors wait for each other.
+/// Work of KVM in a pause that makes processors wait for each other.
 const DEAR: [&str; 3] =
     ["synchronize_srcu_expedited", "kvm_vcpu_kick", "kvm_make_all_cpus_request"];
 
@@ -114,7 +114,7 @@ impl Guest {
 
 const PARTS: [&str; 3] = ["stop", "save", "resume"];
 
-/// What happened in each part, in all pauses.
+/// Counts of what happened in each part, in all pauses.
 #[derive(Default)]
 struct Counts(BTreeMap<String, [u64; PARTS.len()]>);
 
@@ -184,7 +184,7 @@ impl Drop for Trace {
     }
 }
 
-/// When, and what, a line of the trace says.
+/// Time and event that a line of the trace tells.
 fn parse(line: &str) -> Option<(u64, String)> {
     // ` CPU 0/KVM-412 [000] d..1. 71.123456: sys_enter: NR 16 (1b, ae80, 0, …)`
     let (before, said) = line.split_once(": ")?;
@@ -215,7 +215,7 @@ fn system_call(call: &str) -> String {
     }
 }
 
-/// What `<linux/kvm.h>` calls these.
+/// Name in `<linux/kvm.h>`.
 fn kvm_request(number: u32) -> String {
     let name = match number {
         0x42 => "GET_DIRTY_LOG",

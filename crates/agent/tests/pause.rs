@@ -86,6 +86,17 @@ fn an_abandoned_pause_leaves_the_machine_stopped_and_is_not_the_last() {
     assert_eq!(armed.run_state(), "running");
 }
 
+/// The bell also rings for probes and for the dirty log.
+#[test]
+fn a_pause_that_was_refused_is_not_carried_out_at_the_next_ring() {
+    let mut armed = Armed::start();
+    assert!(armed.pauser.begin().unwrap().is_none(), "it has not run");
+    armed.machine.qmp("cont");
+    armed.pauser.probe().unwrap();
+    assert_eq!(armed.run_state(), "running");
+    assert_eq!(armed.pauser.echoed(), Some(true));
+}
+
 #[test]
 fn a_machine_that_is_not_in_lockstep_refuses_what_only_lockstep_has() {
     let mut armed = Armed::running();

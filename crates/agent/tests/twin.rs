@@ -23,15 +23,15 @@ use understudy_protocol::{PAGE_SIZE, PageIndex, literal};
 use understudy_qemu::pause::AgentPauser;
 use understudy_qemu::qmp::DeviceState;
 
-/// Of Debian's package ovmf.
+/// File of Debian's package ovmf.
 const CODE: &str = "/usr/share/OVMF/OVMF_CODE_4M.fd";
 const VARIABLES: &str = "/usr/share/OVMF/OVMF_VARS_4M.fd";
 
 /// Kernel, initial RAM disk, and what the guest needs beside the pages that it writes.
 const SYSTEM_MIB: u64 = 192;
-/// Copied at a time, so that the staging memory is bounded.
+/// Pages that are copied at a time, so that the staging memory is bounded.
 const PIECE_PAGES: u64 = 4096;
-/// How many checkpoints the guest has for its mappings to come back, before they are counted.
+/// Number of checkpoints that the guest has for its mappings to come back, before they are counted.
 const WARM_UP: usize = 3;
 
 #[test]
@@ -88,10 +88,10 @@ fn a_checkpoint_has_what_the_firmware_wrote_to_its_flash() {
     }
 }
 
-/// How written pages are found.
+/// Way in which written pages are found.
 #[derive(Clone, Copy, Debug)]
 enum Way {
-    /// By QEMU's dirty log: the daemon's way on KVM.
+    /// QEMU's dirty log: the daemon's way on KVM.
     Log,
     Scans(Reprotect),
 }
@@ -166,7 +166,7 @@ fn compare(way: Way, pages: u64, checkpoints: usize) {
     assert_eq!(machine.quit(), Some(0));
 }
 
-/// What a backup would have of the guest's memory.
+/// Copy that a backup would have of the guest's memory.
 struct Twin<'a> {
     blocks: &'a [RamBlock],
     content: Vec<Vec<u8>>,
@@ -175,7 +175,7 @@ struct Twin<'a> {
 }
 
 impl<'a> Twin<'a> {
-    /// Of all that is there; the guest may run.
+    /// Copies all that is there; the guest may run.
     fn of(blocks: &'a [RamBlock]) -> Twin<'a> {
         Twin {
             blocks,
@@ -220,11 +220,11 @@ fn content(block: &RamBlock) -> Vec<u8> {
     bytes
 }
 
-/// What KVM counts of this machine; nothing where it is not KVM's.
+/// Counts that KVM has of this machine; none where it is not KVM's.
 struct Counts {
     directory: Option<PathBuf>,
     before: BTreeMap<&'static str, u64>,
-    /// Of all checkpoints that are counted: from one to the next.
+    /// Sums of all checkpoints that are counted: from one to the next.
     sums: BTreeMap<&'static str, u64>,
     mappings: Vec<(u64, u64)>,
     written: u64,
@@ -269,7 +269,7 @@ impl Counts {
         self.before = self.look();
     }
 
-    /// It is over, and `written` pages were found.
+    /// Counts a checkpoint that is over; in it `written` pages were found.
     fn after(&mut self, written: u64, counts: bool) {
         let now = self.look();
         if let Some(resumed) = self.resumed.replace(now.clone()).filter(|_| counts) {

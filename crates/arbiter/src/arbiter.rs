@@ -13,7 +13,7 @@ use std::sync::Arc;
 use understudy_protocol::{Generation, LeaseAnswer, LeaseErrand, Ownership, Renewal, Verdict};
 use understudy_protocol::{HostName, VmName};
 
-/// Why an arbiter gave no answer; for people.
+/// Reason why an arbiter gave no answer; for people.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Unreachable(pub String);
@@ -22,11 +22,11 @@ pub struct Unreachable(pub String);
 #[derive(Clone, Debug)]
 pub struct Arbiter {
     kind: Kind,
-    /// In whose name it is asked.
+    /// Host in whose name it is asked.
     host: HostName,
-    /// Where it is, for people.
+    /// Place where it is, for people.
     place: String,
-    /// Which one this host has used before.
+    /// Memory of the arbiter that this host has used before.
     memory: Arc<Memory>,
 }
 
@@ -61,6 +61,11 @@ impl Arbiter {
         Ok(Arbiter { memory: Arc::new(Memory::of(state_dir)?), ..self })
     }
 
+    /// The same for a keeper, which remembers what the host's daemon has noted, and notes nothing itself.
+    pub fn recalled_from(self, state_dir: &Path) -> anyhow::Result<Arbiter> {
+        Ok(Arbiter { memory: Arc::new(Memory::of_another(state_dir)?), ..self })
+    }
+
     /// Which arbiter it is, and where. One that nobody has used yet gets its identity. An error if
     /// it is not the one that this host has used before.
     pub fn identify(&self) -> Result<ArbiterName, Unreachable> {
@@ -79,7 +84,7 @@ impl Arbiter {
         Ok(ArbiterName { id: found, place: self.place.clone() })
     }
 
-    /// Which arbiter it is; none if nobody has used it yet.
+    /// Identity of the arbiter; none if nobody has used it yet.
     pub fn identity(&self) -> Result<Option<ArbiterId>, Unreachable> {
         match &self.kind {
             Kind::File(arbiter) => arbiter.identity(),
@@ -218,6 +223,16 @@ impl Arbiter {
         }
     }
 
+    /// The last renewals of all owners of a VM that kept a lease, oldest generation first, but for those that were withdrawn.
+    pub fn renewals(&self, vm: &VmName) -> Result<Vec<(Generation, Renewal)>, Unreachable> {
+        let _lent = lend();
+        self.identify()?;
+        match &self.kind {
+            Kind::File(arbiter) => arbiter.renewals(vm.into()),
+            Kind::Etcd(arbiter) => arbiter.renewals(vm.into()),
+        }
+    }
+
     /// Renews or withdraws the lease of a VM that this host owns at `of`, then reads whether it
     /// does. Whoever takes the VM meanwhile sees, after it has, that the lease has changed.
     pub fn tend(
@@ -277,7 +292,7 @@ pub(crate) fn judge(owner: Ownership, from: Generation, host: Option<&HostName>)
     if asked_again { Verdict::Granted(owner.generation) } else { Verdict::Taken(owner) }
 }
 
-/// What a hand-back finds, where the record is not this host's at `from`; none where it is.
+/// Verdict on a hand-back, where the record is not this host's at `from`; none where it is.
 pub(crate) fn judge_hand_back(
     found: Option<&Ownership>,
     (from, host): (Generation, &HostName),

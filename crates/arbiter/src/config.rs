@@ -1,8 +1,8 @@
-//! Where the records are; the daemon reads it from its configuration.
+//! Configuration of where the records are; the daemon reads it from its configuration.
 
 use std::path::PathBuf;
 
-/// Where the ownership of VMs is recorded.
+/// Place where the ownership of VMs is recorded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ArbiterConfig {
     /// A directory that every host reaches.
@@ -14,12 +14,12 @@ pub enum ArbiterConfig {
     Etcd(EtcdConfig),
 }
 
-/// How etcd is reached.
+/// Access to etcd.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EtcdConfig {
     /// URLs of its members, without a path; at least one.
     pub endpoints: Vec<String>,
-    /// What all keys begin with, so that a cluster can be shared.
+    /// Beginning of all keys, so that a cluster can be shared.
     pub prefix: String,
     /// Certificates, when the endpoints speak HTTPS.
     pub tls: Option<EtcdTls>,
@@ -30,7 +30,7 @@ pub struct EtcdConfig {
 pub struct EtcdTls {
     /// Certificate authority that is trusted.
     pub ca: PathBuf,
-    /// This host's certificate.
+    /// Certificate of this host.
     pub cert: PathBuf,
     /// Its key.
     pub key: PathBuf,

@@ -6,7 +6,7 @@ use std::os::fd::RawFd;
 use tracing::warn;
 use understudy_threads::Common;
 
-/// What one question to an arbiter may need at once, several times over.
+/// Descriptors that one question to an arbiter may need at once, several times over.
 const RESERVED: usize = 16;
 /// The last descriptors, which connections of other hosts do not get: VMs need some, too.
 const KEPT_FROM_CONNECTIONS: u64 = 128;
@@ -90,7 +90,7 @@ mod tests {
     /// Says that the test is in a process of its own, whose limits are its own.
     const ALONE: &str = "UNDERSTUDY_TEST_ALONE";
 
-    /// Without the reserve the arbiter is `Unreachable`: too many open files.
+    /// Regression: without the reserve the arbiter is `Unreachable`: too many open files.
     #[test]
     fn the_arbiter_is_asked_when_no_descriptor_is_left() {
         if std::env::var_os(ALONE).is_some() {

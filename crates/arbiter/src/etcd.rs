@@ -56,7 +56,8 @@ impl Etcd {
         })
     }
 
-    /// What the operator should see to, for people: certificates that have changed and are not used.
+    /// Problem that the operator should see to, for people: certificates that have changed and are
+    /// not used.
     pub fn problem(&self) -> Option<String> {
         self.access.problem()
     }
@@ -78,30 +79,67 @@ impl Etcd {
         self.entries(&answer["kvs"])
     }
 
+    /// The revision of the last change of a key, whatever its value is; 0 if there is no such key.
+    pub fn revision(&self, key: &str) -> anyhow::Result<i64> {
+        let answer = self.call("kv/range", &json!({ "key": self.encode(key) }))?;
+        let entry = answer["kvs"].as_array().and_then(|entries| entries.first());
+        let revision =
+            |entry: &Value| integer(&entry["mod_revision"]).context("etcd named no revision");
+        entry.map_or(Ok(0), revision)
+    }
+
     /// Puts `value` if the key was last changed at `revision` (0: if there is no
     /// such key); whether it did.
     pub fn swap(&self, key: &str, revision: i64, value: &impl Serialize) -> anyhow::Result<bool> {
-        let key = self.encode(key);
-        let unchanged = json!({
-            "key": key, "target": "MOD", "result": "EQUAL", "mod_revision": revision.to_string(),
-        });
-        let put = json!({ "request_put": { "key": key, "value": encode_value(value)? } });
-        let answer = self.call("kv/txn", &json!({ "compare": [unchanged], "success": [put] }))?;
+        self.transact(&[(key, revision)], &[self.put_request(key, value)?])
+    }
+
+    /// The same if `guard` was last changed at that revision, too.
+    pub fn swap_guarded(
+        &self,
+        (key, revision): (&str, i64),
+        guard: (&str, i64),
+        value: &impl Serialize,
+    ) -> anyhow::Result<bool> {
+        self.transact(&[(key, revision), guard], &[self.put_request(key, value)?])
+    }
+
+    /// Removes the key if it was last changed at `revision`, and `guard` at that one, which gets a new one: whether it did. So
+    /// no [guarded](Etcd::swap_guarded) request of before is carried out from then on, though the key has no revision any more.
+    pub fn remove_guarded(
+        &self,
+        (key, revision): (&str, i64),
+        guard: (&str, i64),
+    ) -> anyhow::Result<bool> {
+        let remove = json!({ "request_delete_range": { "key": self.encode(key) } });
+        let requests = [remove, self.put_request(guard.0, &true)?];
+        self.transact(&[(key, revision), guard], &requests)
+    }
+
+    /// Does all of it if each of these keys was last changed at its revision; whether it did.
+    fn transact(&self, unchanged: &[(&str, i64)], requests: &[Value]) -> anyhow::Result<bool> {
+        let compare = |(key, revision): &(&str, i64)| {
+            json!({
+                "key": self.encode(key), "target": "MOD", "result": "EQUAL",
+                "mod_revision": revision.to_string(),
+            })
+        };
+        let compare: Vec<Value> = unchanged.iter().map(compare).collect();
+        let answer = self.call("kv/txn", &json!({ "compare": compare, "success": requests }))?;
         // The gateway leaves out what is false.
         Ok(answer["succeeded"] == true)
+    }
+
+    fn put_request(&self, key: &str, value: &impl Serialize) -> anyhow::Result<Value> {
+        let put = json!({ "key": self.encode(key), "value": encode_value(value)? });
+        Ok(json!({ "request_put": put }))
     }
 
     /// The transaction of [`Etcd::swap`], which instead removes a key that is not there: whether
     /// `key` was last changed at `revision`. It makes no revision of its own.
     pub fn rehearse(&self, key: &str, revision: i64, nothing: &str) -> anyhow::Result<bool> {
-        let unchanged = json!({
-            "key": self.encode(key), "target": "MOD", "result": "EQUAL",
-            "mod_revision": revision.to_string(),
-        });
         let remove = json!({ "request_delete_range": { "key": self.encode(nothing) } });
-        let answer =
-            self.call("kv/txn", &json!({ "compare": [unchanged], "success": [remove] }))?;
-        Ok(answer["succeeded"] == true)
+        self.transact(&[(key, revision)], &[remove])
     }
 
     /// A new lease of `seconds`.

@@ -18,10 +18,17 @@ use understudy_protocol::{Generation, Ownership, Renewal, Verdict};
 
 /// No VM's and no group's records are there.
 const IDENTITY: &str = ".identity";
+/// What the names of leases end with.
+const LEASE: &str = ".lease";
 
 #[derive(Serialize, Deserialize)]
 struct Record {
     host: Option<HostName>,
+}
+
+/// Where it stands which arbiter the one in this directory is.
+pub fn identity_file(directory: &Path) -> PathBuf {
+    directory.join(IDENTITY)
 }
 
 /// The records in one directory.
@@ -86,6 +93,33 @@ impl FileArbiter {
         read().map_err(|error: io::Error| self.explain(&error))
     }
 
+    /// The last renewals of all generations, oldest first.
+    pub fn renewals(&self, key: Key<'_>) -> Result<Vec<(Generation, Renewal)>, Unreachable> {
+        let list = || {
+            let entries = match fs::read_dir(key.below(&self.directory)) {
+                Ok(entries) => entries,
+                Err(error) if error.kind() == ErrorKind::NotFound => {
+                    return fs::metadata(&self.directory).map(|_| Vec::new());
+                }
+                Err(error) => return Err(error),
+            };
+            let mut generations = Vec::new();
+            for entry in entries {
+                let name = entry?.file_name();
+                let number = name.to_str().and_then(|name| name.strip_suffix(LEASE));
+                generations.extend(number.and_then(|number| number.parse().ok()).map(Generation));
+            }
+            generations.sort();
+            Ok(generations)
+        };
+        let mut found = Vec::new();
+        for generation in list().map_err(|error: io::Error| self.explain(&error))? {
+            // It may have been withdrawn meanwhile.
+            found.extend(self.renewal(key, generation)?.map(|renewal| (generation, renewal)));
+        }
+        Ok(found)
+    }
+
     pub fn renew(&self, key: Key<'_>, of: Generation, to: &Renewal) -> Result<(), Unreachable> {
         let renewed = || {
             let finished = key.below(&self.directory).join(self.own_name()?);
@@ -104,7 +138,7 @@ impl FileArbiter {
 
     /// No generation's record has a dot in its name.
     fn lease(&self, key: Key<'_>, of: Generation) -> PathBuf {
-        key.below(&self.directory).join(format!("{of}.lease"))
+        key.below(&self.directory).join(format!("{of}{LEASE}"))
     }
 
     pub fn identity(&self) -> Result<Option<ArbiterId>, Unreachable> {
@@ -116,7 +150,7 @@ impl FileArbiter {
         let named = || {
             let finished = self.directory.join(self.own_name()?);
             write_synced(&finished, &id)?;
-            let linked = fs::hard_link(&finished, self.directory.join(IDENTITY));
+            let linked = fs::hard_link(&finished, identity_file(&self.directory));
             fs::remove_file(&finished)?;
             match linked {
                 Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
@@ -153,7 +187,7 @@ impl FileArbiter {
 
     /// None only if the arbiter's own directory is there.
     fn read_identity(&self) -> io::Result<Option<ArbiterId>> {
-        match fs::read(self.directory.join(IDENTITY)) {
+        match fs::read(identity_file(&self.directory)) {
             Ok(text) => Ok(Some(serde_json::from_slice(&text)?)),
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 fs::metadata(&self.directory).map(|_| None)
@@ -347,12 +381,20 @@ mod tests {
             assert_eq!(a.renewal(key, one), Ok(Some(renewal)));
         }
         assert_eq!(a.renewal(key, two), Ok(None), "each generation has its own");
+        let later = Renewal { host: literal("b"), length_ms: 15_000, mark: 1 };
+        a.renew(key, Generation(10), &later).unwrap();
+        let all = a.renewals(key).unwrap();
+        let of = all.iter().map(|(of, renewal)| (of.0, renewal.mark)).collect::<Vec<_>>();
+        assert_eq!(of, [(1, 2), (10, 1)]);
+        a.withdraw(key, Generation(10)).unwrap();
+        assert_eq!(a.renewals(Key::Vm(&literal("other"))), Ok(Vec::new()));
         assert_eq!(a.current(key).unwrap().unwrap().generation, one);
         a.withdraw(key, one).unwrap();
         a.withdraw(key, one).unwrap();
         assert_eq!(a.renewal(key, one), Ok(None));
         let gone = FileArbiter::new(Path::new("/nonexistent/arbiter"), &literal("a"));
         assert!(gone.renewal(key, one).is_err(), "no directory is no word");
+        assert!(gone.renewals(key).is_err());
         assert!(gone.withdraw(key, one).is_ok(), "the word comes from the reading after it");
     }
 

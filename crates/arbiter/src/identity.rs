@@ -1,4 +1,4 @@
-//! Which arbiter it is: a random number that the first host writes there, once, and that every
+//! Identity of an arbiter: a random number that the first host writes there, once, and that every
 //! host remembers. An empty directory where the shared one should be mounted, another directory,
 //! or a cluster set up anew is another arbiter, and decides nothing.
 
@@ -15,7 +15,7 @@ use understudy_threads::Common;
 const DIGITS: usize = 32;
 
 /// The file of the state directory that remembers it; no VM's name has a dot.
-const MEMORY: &str = "arbiter.id";
+pub const MEMORY: &str = "arbiter.id";
 
 /// Names one arbiter.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -58,9 +58,9 @@ impl std::fmt::Display for ArbiterId {
 /// The arbiter as a host speaks of it to another one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ArbiterName {
-    /// Which one it is.
+    /// Identity of the arbiter.
     pub id: ArbiterId,
-    /// Where the speaking host finds it; for people.
+    /// Place where the speaking host finds it; for people.
     pub place: String,
 }
 
@@ -73,13 +73,15 @@ impl std::fmt::Display for ArbiterName {
 /// The arbiter that this host has used before.
 #[derive(Debug, Default)]
 pub struct Memory {
-    /// None: for as long as the daemon lives.
+    /// File of the memory; none: it lasts as long as the daemon.
     path: Option<PathBuf>,
+    /// Another process of this host writes it there.
+    is_anothers: bool,
     known: Common<Option<ArbiterId>>,
 }
 
 impl Memory {
-    /// What the host has noted in its state directory.
+    /// Memory that the host has in its state directory.
     pub fn of(state_dir: &Path) -> anyhow::Result<Memory> {
         let path = state_dir.join(MEMORY);
         let known = match fs::read_to_string(&path) {
@@ -90,7 +92,12 @@ impl Memory {
         let known = known.map_err(anyhow::Error::msg).with_context(|| {
             format!("{} does not name the arbiter that this host uses", path.display())
         })?;
-        Ok(Memory { path: Some(path), known: Common::new(known) })
+        Ok(Memory { path: Some(path), is_anothers: false, known: Common::new(known) })
+    }
+
+    /// The same, for a process that notes nothing there.
+    pub fn of_another(state_dir: &Path) -> anyhow::Result<Memory> {
+        Ok(Memory { is_anothers: true, ..Memory::of(state_dir)? })
     }
 
     pub fn known(&self) -> Option<ArbiterId> {
@@ -147,11 +154,11 @@ impl Memory {
         )
     }
 
-    /// Under the lock: several may meet the arbiter for the first time at once.
+    /// Remembers `id`, under the lock: several may meet the arbiter for the first time at once.
     fn remember(&self, id: &ArbiterId) -> anyhow::Result<()> {
         let mut known = self.known.lock();
         if known.is_none() {
-            if let Some(path) = &self.path {
+            if let Some(path) = self.path.as_ref().filter(|_| !self.is_anothers) {
                 whole_file::replace(path, &format!("{id}\n"), 0o644)
                     .with_context(|| format!("cannot write {}", path.display()))?;
             }
@@ -190,7 +197,8 @@ mod tests {
         }
     }
 
-    /// Before, the first `vm start` beside the daemon's own look at a new arbiter failed, now and then.
+    /// Regression: the first `vm start` beside the daemon's own look at a new arbiter failed, now
+    /// and then.
     #[test]
     fn an_arbiter_that_others_name_meanwhile_has_not_lost_its_name() {
         let memory = Memory::default();

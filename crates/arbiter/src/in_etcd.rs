@@ -1,8 +1,9 @@
 //! The `etcd` arbiter: the record of a key is the value of `PREFIX/owners/KEY`,
 //! changed by a transaction that compares the revision that was read. Which
 //! arbiter it is stands in `PREFIX/identity`, made in the same way. `PREFIX/leases/KEY/GENERATION`
-//! is the owner's last proof that it lives, changed by such transactions, too, and `null` once it is withdrawn: a
-//! request that an endpoint did not answer may be carried out at any later time.
+//! is the owner's last proof that it lives, changed by such transactions, too, and not there once it is withdrawn. A
+//! request that an endpoint did not answer may be carried out at any later time: each compares the revision of
+//! `PREFIX/withdrawn/KEY/GENERATION` as well, which each withdrawal changes.
 
 use crate::arbiter::{judge, judge_hand_back, stands};
 use crate::etcd::{Entry, Etcd};
@@ -15,7 +16,7 @@ use understudy_protocol::{Generation, Ownership, Renewal, Verdict};
 const TRIES: usize = 3;
 
 const IDENTITY: &str = "/identity";
-/// There never is such a key.
+/// Key that there never is.
 const NOTHING: &str = "/rehearsals";
 
 /// The records in one etcd cluster.
@@ -66,13 +67,27 @@ impl EtcdArbiter {
     }
 
     pub fn renew(&self, key: Key<'_>, of: Generation, to: &Renewal) -> Result<(), Unreachable> {
-        self.write_lease(key, of, Some(to))
+        self.change_lease(key, of, Some(to))
     }
 
     pub fn withdraw(&self, key: Key<'_>, of: Generation) -> Result<(), Unreachable> {
-        self.write_lease(key, of, None)
+        self.change_lease(key, of, None)
     }
 
+    /// The last renewals of all generations, oldest first.
+    pub fn renewals(&self, key: Key<'_>) -> Result<Vec<(Generation, Renewal)>, Unreachable> {
+        let folder = leases(key);
+        let found: Vec<Entry<Option<Renewal>>> = self.etcd.list(&folder).map_err(unanswered)?;
+        let of_generation = |entry: Entry<Option<Renewal>>| {
+            let of = entry.key.strip_prefix(&folder)?.parse().ok()?;
+            Some((Generation(of), entry.value?))
+        };
+        let mut renewals: Vec<_> = found.into_iter().filter_map(of_generation).collect();
+        renewals.sort_by_key(|(of, _)| *of);
+        Ok(renewals)
+    }
+
+    /// The version before this one withdrew a lease by a `null`.
     fn read_lease(
         &self,
         key: Key<'_>,
@@ -81,23 +96,29 @@ impl EtcdArbiter {
         self.etcd.get(&lease(key, of)).map_err(unanswered)
     }
 
-    /// Makes a new revision of a lease in any case: whatever was asked for before, and not answered, comes to
-    /// nothing from then on.
-    fn write_lease(
+    /// Makes a new revision of a lease, or of its withdrawal, in any case: whatever was asked for before, and not answered,
+    /// comes to nothing from then on.
+    fn change_lease(
         &self,
         key: Key<'_>,
         of: Generation,
         to: Option<&Renewal>,
     ) -> Result<(), Unreachable> {
+        let (lease, withdrawal) = (lease(key, of), format!("/withdrawn/{key}/{of}"));
         for tries in 0..TRIES {
             let seen = self.read_lease(key, of)?;
-            let is_done = seen.as_ref().is_some_and(|entry| entry.value.as_ref() == to);
-            if tries > 0 && is_done {
+            let written = seen.as_ref().and_then(|entry| entry.value.as_ref());
+            if tries > 0 && to.is_some() && written == to {
                 // Carried out, and the answer was lost.
                 return Ok(());
             }
-            let revision = seen.map_or(0, |entry| entry.revision);
-            if self.etcd.swap(&lease(key, of), revision, &to).map_err(unanswered)? {
+            let own = (&*lease, seen.map_or(0, |entry| entry.revision));
+            let guard = (&*withdrawal, self.etcd.revision(&withdrawal).map_err(unanswered)?);
+            let changed = match to {
+                Some(renewal) => self.etcd.swap_guarded(own, guard, renewal),
+                None => self.etcd.remove_guarded(own, guard),
+            };
+            if changed.map_err(unanswered)? {
                 return Ok(());
             }
         }
@@ -164,7 +185,11 @@ impl EtcdArbiter {
 }
 
 fn lease(key: Key<'_>, of: Generation) -> String {
-    format!("/leases/{key}/{of}")
+    format!("{}{of}", leases(key))
+}
+
+fn leases(key: Key<'_>) -> String {
+    format!("/leases/{key}/")
 }
 
 fn path(key: Key<'_>) -> String {

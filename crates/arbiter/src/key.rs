@@ -1,4 +1,4 @@
-//! What the arbiter has a record of.
+//! Keys: what the arbiter has a record of.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -9,17 +9,24 @@ use understudy_protocol::{GroupName, VmName};
 pub enum Key<'a> {
     /// The ownership of a VM.
     Vm(&'a VmName),
-    /// How often a group of VMs was restored: its incarnation.
+    /// Incarnation of a group of VMs: how often it was restored.
     Incarnation(&'a GroupName),
     /// Whether the members of a restored group stay.
     Restore(&'a GroupName),
 }
 
 impl Key<'_> {
-    /// Where the record's folder is, in the directory of the arbiter.
+    /// Path of the record's folder, in the directory of the arbiter.
     pub fn below(&self, directory: &Path) -> PathBuf {
         directory.join(self.to_string())
     }
+}
+
+/// Where the folders of all records about a VM are, in the directory of the arbiter: alone it is a group, too.
+pub fn folders_of(directory: &Path, vm: &VmName) -> Vec<PathBuf> {
+    let alone = vm.into();
+    let keys = [Key::Vm(vm), Key::Incarnation(&alone), Key::Restore(&alone)];
+    keys.iter().map(|key| key.below(directory)).collect()
 }
 
 impl<'a> From<&'a VmName> for Key<'a> {

@@ -1,4 +1,4 @@
-//! Who owns a VM: one (host, generation) record for each key, changed by
+//! Ownership of VMs: one (host, generation) record for each key, changed by
 //! compare-and-swap only.
 //!
 //! A key is the name of a VM, or of a group that is owned as one. Every answer that does not come
@@ -19,5 +19,6 @@ pub mod whole_file;
 
 pub use arbiter::{Arbiter, Unreachable};
 pub use config::{ArbiterConfig, EtcdConfig, EtcdTls};
-pub use identity::{ArbiterId, ArbiterName};
-pub use key::Key;
+pub use file::identity_file;
+pub use identity::{ArbiterId, ArbiterName, MEMORY};
+pub use key::{Key, folders_of};

@@ -24,7 +24,7 @@ use cli::{Cli, Command};
 use std::process::ExitCode;
 use understudy_client::{Exit, Failure, manual, output, usage};
 
-/// What is logged unless the user says otherwise.
+/// Filter for what is logged unless the user says otherwise.
 const DEFAULT_LOG: &str = "warn";
 
 fn main() -> ExitCode {

@@ -1,4 +1,5 @@
-//! What a laboratory is made of, and where that is found: the product's program and the test guest.
+//! Parts that a laboratory is made of, and where that is found: the product's program and the test
+//! guest.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -9,7 +10,7 @@ use understudy_report::ErrorKind;
 
 /// The product, whose daemons run on the laboratory's hosts.
 const PRODUCT: &str = "understudy";
-/// Where `make guests` puts its files.
+/// Directory where `make guests` puts its files.
 const GUEST_FILES: &str = "target/guest";
 
 /// The usual scene of the product, for whoever may build one; `guest` is where the test guest's
@@ -56,13 +57,13 @@ fn find_product(own: &Path, on_path: Option<PathBuf>) -> Result<PathBuf, Failure
     })
 }
 
-/// This program's own file.
+/// Path of this program's own file.
 pub fn this_program() -> Result<PathBuf, Failure> {
     env::current_exe()
         .map_err(|error| Failure::internal(format!("cannot find this program: {error}")))
 }
 
-/// Beside the build that this program is part of, else below where it was called.
+/// Directory beside the build that this program is part of, else below where it was called.
 pub fn guest_files() -> PathBuf {
     let build = env::current_exe().ok().and_then(|exe| Some(exe.parent()?.parent()?.join("guest")));
     build.filter(|path| path.is_dir()).unwrap_or_else(|| GUEST_FILES.into())

@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::fs;
 use std::path::Path;
 
-/// What it printed: the report, and what it said meanwhile.
+/// Output that it printed: the report, and what it said meanwhile.
 fn latency(output: &Path) -> (Value, String) {
     let done = laboratory(&["bench", "--json", "--quick", "--only", "latency", "--runs", "1"])
         .args(["--variants", "unprotected,adaptive", "--output"])
@@ -19,7 +19,7 @@ fn latency(output: &Path) -> (Value, String) {
     (serde_json::from_slice(&done.stdout).unwrap(), story)
 }
 
-/// It began, and then failed each of its measurements by itself, two for each workload.
+/// Regression: it began, and then failed each of its measurements by itself, two for each workload.
 #[test]
 fn without_its_guest_it_fails_once_and_says_how_to_build_it() {
     let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guest");

@@ -44,7 +44,7 @@ fn outcome(arguments: &[&str]) -> Value {
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-/// What must be so however the host was lost.
+/// Checks what must be so however the host was lost.
 fn check(outcome: &Value) {
     assert_eq!(outcome["connection_survived"], true, "{outcome}");
     assert_eq!(outcome["lost"], 0, "{outcome}");
@@ -72,7 +72,7 @@ fn a_host_that_was_cut_off_never_answers_beside_its_successor() {
     assert_eq!(outcome["both_answered"], false);
 }
 
-/// What a demo in lockstep tells beside that.
+/// Checks what a demo in lockstep tells beside that.
 fn check_lockstep(outcome: &Value) {
     check(outcome);
     let lockstep = &outcome["lockstep"];
@@ -104,7 +104,7 @@ fn a_missing_guest_is_told_before_anything_is_built() {
     assert!(message.contains("/nonexistent") && message.contains("make guests"), "{message}");
 }
 
-/// What `demo` says of what is missing where only this is installed, with this on the PATH.
+/// Words of `demo` on what is missing where only this is installed, with this on the PATH.
 fn refusal(program: &Path, path: &Path) -> String {
     let mut demo = Command::new(program);
     demo.arg("demo").current_dir(path).env("PATH", path).env_remove("UNDERSTUDY_GUEST");

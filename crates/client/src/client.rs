@@ -41,10 +41,10 @@ const MAX_ANSWER_BYTES: usize = 16 * 1024 * 1024;
 /// The longest that a daemon waits for an event before it answers.
 pub const LONGEST_WAIT: Duration = Duration::from_secs(30);
 
-/// For a daemon to say what it knows. What it is to do takes as long as it takes.
+/// Time for a daemon to say what it knows. What it is to do takes as long as it takes.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What is snapshotted, or restored.
+/// VM or group that is snapshotted, or restored.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Subject {
     /// A VM by itself.
@@ -70,11 +70,11 @@ pub struct Client {
     way: Way,
     runtime: Runtime,
     patience: Duration,
-    /// For what it is told to do; none waits for as long as that takes.
+    /// Time for what it is told to do; none waits for as long as that takes.
     bound: Option<Duration>,
 }
 
-/// How a daemon is reached.
+/// Way in which a daemon is reached.
 #[derive(Debug)]
 enum Way {
     /// Its unix socket.
@@ -121,7 +121,7 @@ impl Client {
         self.look("/v1/status", Duration::ZERO)
     }
 
-    /// What a restart of the daemon for an upgrade would do to each VM.
+    /// Plan of what a restart of the daemon for an upgrade would do to each VM.
     pub fn upgrade_plan(&self) -> Result<UpgradePlan, Failure> {
         self.look("/v1/upgrade", Duration::ZERO)
     }
@@ -288,7 +288,7 @@ impl Client {
         understand(&self.send(method, path, body)?)
     }
 
-    /// What a daemon knows, which it says at once, but for the `wait` that it was asked for.
+    /// Asks what a daemon knows, which it says at once, but for the `wait` that it was asked for.
     fn look<T: DeserializeOwned>(&self, path: &str, wait: Duration) -> Result<T, Failure> {
         understand(&self.listen(path, wait)?)
     }

@@ -1,4 +1,4 @@
-//! How a command fails: the words on stderr, the JSON on stdout, the exit code.
+//! Failures of a command: the words on stderr, the JSON on stdout, the exit code.
 
 use crate::output;
 use schemars::JsonSchema;
@@ -10,9 +10,9 @@ use understudy_report::{ErrorKind, HostError};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Exit {
-    /// Done.
+    /// Success.
     Ok = 0,
-    /// It failed.
+    /// Failure of the command.
     Error = 1,
     /// The command line is wrong.
     Usage = 2,
@@ -30,12 +30,12 @@ impl From<Exit> for ExitCode {
     }
 }
 
-/// Why a command failed.
+/// Reason why a command failed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failure {
     /// The class of the failure.
     pub kind: FailureKind,
-    /// What is wrong, where, and what to do.
+    /// Message: what is wrong, where, and what to do.
     pub message: String,
 }
 
@@ -49,12 +49,12 @@ pub enum FailureKind {
     Degraded,
     /// The daemon does not answer.
     DaemonUnreachable,
-    /// What the daemon, or a file, has said.
+    /// Error that the daemon, or a file, has told.
     #[serde(untagged)]
     Host(ErrorKind),
 }
 
-/// How errors look as JSON, in the API and on the command line.
+/// Form of errors as JSON, in the API and on the command line.
 #[derive(Serialize, Deserialize, JsonSchema)]
 pub struct ErrorBody<E> {
     /// The error.

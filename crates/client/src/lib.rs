@@ -1,4 +1,4 @@
-//! What the programs that talk to a daemon have in common: `understudy` and `understudy-lab`.
+//! Parts that the programs that talk to a daemon have in common: `understudy` and `understudy-lab`.
 //!
 //! | module       | is |
 //! |--------------|----|

@@ -1,4 +1,4 @@
-//! What packages ship beside a program, made from its own grammar: man pages and completions.
+//! Files that packages ship beside a program, made from its own grammar: man pages and completions.
 
 use crate::failure::{Exit, Failure, FailureKind};
 use clap::{Command, Subcommand};

@@ -1,4 +1,4 @@
-//! What goes to stdout, and the log on stderr.
+//! Output of a command: what goes to stdout, and the log on stderr.
 
 use crate::failure::Failure;
 use clap::Args;
@@ -9,7 +9,7 @@ use tracing_subscriber::EnvFilter;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 
-/// How a command answers.
+/// Options for how a command answers.
 #[derive(Debug, Args)]
 pub struct OutputOptions {
     /// Print JSON instead of text.

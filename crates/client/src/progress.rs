@@ -5,25 +5,25 @@ use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
 use understudy_report::Protection;
 
-/// How often a line is printed where a bar cannot be drawn.
+/// Time between two lines that are printed where a bar cannot be drawn.
 const LINE_INTERVAL: Duration = Duration::from_secs(2);
 const TEMPLATE: &str = "{msg}\n[{bar:40}] {percent} %";
 
 /// Shows how far a synchronisation has come.
 pub enum SyncProgress {
-    /// On a terminal.
+    /// Bar on a terminal.
     Bar(ProgressBar),
-    /// In a log: a line now and then.
+    /// Lines in a log, one now and then.
     Lines {
-        /// When the last line was printed.
+        /// Time at which the last line was printed.
         last: Option<Instant>,
     },
-    /// Not at all.
+    /// No progress.
     Hidden,
 }
 
 impl SyncProgress {
-    /// What fits stderr; nothing when `hidden`.
+    /// Progress as it fits stderr; nothing when `hidden`.
     pub fn new(hidden: bool) -> SyncProgress {
         if hidden {
             return SyncProgress::Hidden;
@@ -66,7 +66,7 @@ impl SyncProgress {
     }
 }
 
-/// How far the first synchronisation has come, in one line.
+/// Progress of the first synchronisation, in one line.
 pub fn syncing(peer: &str, done: u64, total: u64, seconds: Option<f64>) -> String {
     // Nobody knows how much there is to copy before the backup's QEMU stands.
     if total == 0 {

@@ -7,18 +7,18 @@ use understudy_qemu::command;
 use understudy_qemu::definition::ForeignDefinition;
 use understudy_snapshot::{Blob, MemberManifest, Store};
 
-/// Those of one VM, to be made in its directory.
+/// Boot files of one VM, to be made in its directory.
 pub struct BootFiles<'a>(command::BootFiles<BootFile<'a>>);
 
 struct BootFile<'a> {
     blob: &'a Blob,
     path: PathBuf,
-    /// Where the VM had it, if something as long is there: it often is the same on all hosts.
+    /// Path where the VM had it, if something as long is there: it often is the same on all hosts.
     former: Option<PathBuf>,
 }
 
 impl<'a> BootFiles<'a> {
-    /// Those of a member's part, whose definition says where it had them.
+    /// Boot files of a member's part, whose definition says where it had them.
     pub fn of(
         member: &'a MemberManifest,
         directory: &Path,
@@ -37,7 +37,7 @@ impl<'a> BootFiles<'a> {
         })
     }
 
-    /// Where they are made.
+    /// Paths where they are made.
     pub fn places(&self) -> command::BootFiles {
         let place = |file: &Option<BootFile<'_>>| file.as_ref().map(|file| file.path.clone());
         command::BootFiles {

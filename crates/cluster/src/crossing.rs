@@ -1,10 +1,10 @@
-//! What of a snapshot's frames in flight matters to a restore.
+//! Frames in flight of a snapshot that matter to a restore.
 
 use std::collections::BTreeMap;
 use understudy_network::ethernet;
 use understudy_snapshot::{Crossing, InFlightFrame, Member, Segment};
 
-/// What is in flight to a member, by sender.
+/// Frames in flight to a member, by sender.
 pub fn crossings(to: Member, log: &[InFlightFrame]) -> Vec<Crossing> {
     let mut all: BTreeMap<Member, Crossing> = BTreeMap::new();
     for frame in log {

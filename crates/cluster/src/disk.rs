@@ -27,11 +27,11 @@ pub struct DiskCapture {
     captures: Vec<Capture>,
 }
 
-/// What was saved.
+/// Content of disks that was saved.
 pub struct SavedDisks {
-    /// Where each disk's content is.
+    /// Place of each disk's content.
     pub areas: BTreeMap<DiskIndex, AreaMap>,
-    /// What became of the blocks.
+    /// Counts of what became of the blocks.
     pub packed: Packed,
     /// Changes that are committed when the snapshot exists.
     pub changes: Vec<ChangesTaken>,
@@ -136,7 +136,7 @@ impl Copier<'_> {
 
 /// Makes a thread slow enough.
 struct Pace {
-    /// Not to be used before this.
+    /// Time before which the thread does not go on.
     next: Instant,
 }
 

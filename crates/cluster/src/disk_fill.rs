@@ -19,9 +19,9 @@ use understudy_threads::spawn;
 
 /// Threads that read chunks: a store that answers after 20 ms gives 50 MB/s.
 const READERS: usize = 4;
-/// Before a store that did not answer is asked again.
+/// Pause before a store that did not answer is asked again.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
-/// How often somebody who waits for all of it looks whether he is to stop.
+/// Time after which somebody who waits for all of it looks again whether he is to stop.
 const LOOK: Duration = Duration::from_millis(100);
 /// The loader's name for the one area that it has here.
 const AREA: BlockId = BlockId(0);
@@ -35,7 +35,7 @@ pub struct DiskFiller {
     readers: Vec<JoinHandle<()>>,
 }
 
-/// Woken when there is more to read, or less to wait for.
+/// State of the loading; woken when there is more to read, or less to wait for.
 struct Shared(Waitable<State>);
 
 struct State {
@@ -44,7 +44,7 @@ struct State {
     background: bool,
     stopped: bool,
     complete: bool,
-    /// Why a chunk is not there yet.
+    /// Reason why a chunk is not there yet.
     stalled: Option<String>,
 }
 
@@ -128,7 +128,7 @@ impl DiskFiller {
         self.shared.0.lock().complete
     }
 
-    /// Why the guest may stand still.
+    /// Reason why the guest may stand still.
     pub fn stalled(&self) -> Option<String> {
         self.shared.0.lock().stalled.clone()
     }
@@ -158,7 +158,7 @@ impl Drop for DiskFiller {
 }
 
 impl Shared {
-    /// For what this map has.
+    /// Shared state for what this map has.
     fn new(map: AreaMap) -> Arc<Shared> {
         let loader = Loader::new(BTreeMap::from([(AREA, map)]), &[], 0);
         let state =

@@ -1,5 +1,5 @@
-//! What a restored member's start waits for, read while its QEMU starts: what that is is known
-//! from the snapshot alone, and it goes into the memory that the QEMU will have.
+//! Pages that a restored member's start waits for, read while its QEMU starts: what that is is
+//! known from the snapshot alone, and it goes into the memory that the QEMU will have.
 
 use crate::Stopped;
 use crate::fill::units;
@@ -18,16 +18,16 @@ use understudy_threads::{Waitable, spawn};
 /// Threads that read chunks: a store that answers after 20 ms gives 200 MB/s.
 const READERS: usize = 16;
 
-/// How soon a way that is kept clear is asked again.
+/// Time after which a way that is kept clear is asked again.
 const ASK_AGAIN: Duration = Duration::from_millis(10);
 
-/// How often who waits looks whether he is to stop.
+/// Time after which who waits looks again whether he is to stop.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// The beginning of a memory, being read until all of it is there, or the restore is stopped.
 pub struct Early {
     shared: Arc<Shared>,
-    /// What becomes of each reader: how long it took all in all.
+    /// Outcome of each reader: how long it took all in all.
     ends: Receiver<anyhow::Result<Duration>>,
 }
 
@@ -69,7 +69,7 @@ impl Early {
         Ok(Early { shared, ends })
     }
 
-    /// What was read, and what is left.
+    /// Loader that knows what was read, and what is left.
     pub fn loader(&self) -> &Arc<Waitable<Loader>> {
         &self.shared.loader
     }

@@ -22,30 +22,30 @@ use understudy_threads::{Mutex, RwLock, Waitable, lock};
 /// Threads that read chunks once the guest runs.
 const READERS: usize = 4;
 
-/// How long to wait before a chunk that could not be read is tried again.
+/// Pause before a chunk that could not be read is tried again.
 const PAUSE: Duration = Duration::from_secs(1);
 
 /// A store that takes longer for a chunk is said not to answer.
 const SLOW: Duration = Duration::from_secs(2);
 
-/// How often who waits looks whether the machine is still there.
+/// Time after which who waits looks again whether the machine is still there.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// Fills one member's memory.
 pub struct Filler {
     machine: Arc<Machine>,
-    /// Of the blocks that are not main memory.
+    /// Areas of the blocks that are not main memory.
     auxiliary: BTreeMap<BlockId, AreaMap>,
     work: Arc<Work>,
 }
 
-/// What the threads share. They do not keep the machine alive.
+/// State that the threads share. They do not keep the machine alive.
 struct Work {
     source: Source,
     machine: Weak<Machine>,
-    /// Woken when there is something to read, or nothing left to do.
+    /// Loader; woken when there is something to read, or nothing left to do.
     loader: Arc<Waitable<Loader>>,
-    /// Once the guest exists, and until all is there.
+    /// Pager of the guest, once that exists, and until all is there.
     pager: RwLock<Option<DemandPager>>,
     progress: Mutex<Progress>,
     /// Whether what nobody waits for is loaded, too.
@@ -53,7 +53,7 @@ struct Work {
     all: u64,
     /// Pages that another daemon has loaded.
     had: u64,
-    /// How often the guest waited for a page.
+    /// Number of times that the guest waited for a page.
     waits: AtomicU64,
 }
 
@@ -61,7 +61,7 @@ struct Work {
 struct Progress {
     complete: bool,
     failed: Option<String>,
-    /// Since when each reader waits for the store.
+    /// Time since which each reader waits for the store.
     reading: [Option<Instant>; READERS],
 }
 
@@ -101,8 +101,8 @@ impl Filler {
         Ok(filler)
     }
 
-    /// From here on pages that are missing are the guest's to ask for: to be called before the
-    /// device state is loaded.
+    /// Attaches the guest, which from here on asks for pages that are missing: to be called before
+    /// the device state is loaded.
     pub fn attach(&self) -> anyhow::Result<()> {
         if self.work.loader.lock().is_complete() {
             lock(&self.work.progress).complete = true;
@@ -147,7 +147,7 @@ impl Filler {
         Ok(true)
     }
 
-    /// How far it is.
+    /// State of the filling: how far it is.
     pub fn state(&self) -> FillState {
         let pages = self.work.had + self.work.loader.lock().pages();
         let progress = lock(&self.work.progress);
@@ -155,7 +155,7 @@ impl Filler {
         FillState { pages, all, stalled: self.work.stalled(&progress), complete }
     }
 
-    /// How often the guest has waited for a page until now.
+    /// Number of times that the guest has waited for a page until now.
     pub fn waits(&self) -> u64 {
         self.work.waits.load(Ordering::Relaxed)
     }
@@ -334,7 +334,7 @@ impl Work {
     }
 }
 
-/// What lies between these runs, which are in order, of so many pages.
+/// Ranges between these runs, which are in order, of so many pages.
 fn gaps(runs: &[PageRun], pages: u64) -> impl Iterator<Item = Range<u64>> {
     let ends = std::iter::once(0).chain(runs.iter().map(|run| run.first.0 + run.count));
     let starts = runs.iter().map(|run| run.first.0).chain([pages]);

@@ -1,4 +1,4 @@
-//! On the backup of a protected VM: its image at the end of an epoch, stored for a snapshot while
+//! Image of a protected VM on its backup at the end of an epoch, stored for a snapshot while
 //! later epochs are applied. The guest does not notice, and no acknowledgement waits.
 
 use crate::Stopped;
@@ -25,17 +25,17 @@ use understudy_snapshot::{
 use understudy_threads::spawn;
 use understudy_threads::{Mutex, lock};
 
-/// How often the end of the trace is looked for.
+/// Time between two looks for the end of the trace.
 const LOOK: Duration = Duration::from_millis(20);
 
 /// Callback, called once, for how a job went.
 type Answer = Box<dyn FnOnce(anyhow::Result<KeptImage>) + Send>;
 
-/// What a backup keeps of one VM.
+/// Keeper of what a backup keeps of one VM.
 pub struct Keeper {
     keeping: Mutex<Option<Keeping>>,
     keys: StoreKeys,
-    /// Those that a primary may name.
+    /// Stores that a primary may name.
     stores: Stores,
 }
 
@@ -58,7 +58,7 @@ impl Keeper {
         Keeper { keeping: Mutex::new(None), keys, stores }
     }
 
-    /// What whoever writes memory has to tell of it; none if nothing is kept.
+    /// Image that whoever writes memory has to tell of it; none if nothing is kept.
     pub fn image(&self) -> Option<Arc<StillImage>> {
         lock(&self.keeping).as_ref().map(|keeping| keeping.image.clone())
     }
@@ -118,7 +118,8 @@ impl Keeper {
         drop(former);
     }
 
-    /// That job has ended, and keeps nothing any more; whether it was still to. Another may have begun.
+    /// Ends that job, which keeps nothing any more; returns whether it was still to. Another may
+    /// have begun.
     fn is_over(&self, stop: &Arc<AtomicBool>) -> bool {
         let former = lock(&self.keeping).take_if(|keeping| Arc::ptr_eq(&keeping.stop, stop));
         former.is_some()
@@ -213,7 +214,7 @@ impl Job {
         }
     }
 
-    /// What was written first, packed in its order.
+    /// Packs what was written first, in its order.
     fn end_trace(
         &self,
         saving: &mut Saving<'_>,

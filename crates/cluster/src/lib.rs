@@ -1,6 +1,6 @@
-//! What of a VM a snapshot of its group has, and how it gets back into one: memory and disks of a
-//! [`Machine`](understudy_machine::Machine), captured into a store and filled in again. What is
-//! decided is in `understudy_snapshot`; who does it when is the daemon's.
+//! Parts of a VM that a snapshot of its group has, and how they get back into one: memory and disks
+//! of a [`Machine`](understudy_machine::Machine), captured into a store and filled in again. What
+//! is decided is in `understudy_snapshot`; who does it when is the daemon's.
 //!
 //! | module | is |
 //! |---|---|

@@ -24,29 +24,29 @@ const BATCH: usize = 64;
 /// Pages that are copied in a second at most, for the guest's sake: 256 MiB.
 const PAGES_PER_SECOND: u64 = 1 << 16;
 
-/// How often the end of a trace is looked for.
+/// Time between two looks for the end of a trace.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// After this long, each page's next access counts again, where repeated ones are wanted.
+/// Time after which each page's next access counts again, where repeated ones are wanted.
 const PERIOD: Duration = Duration::from_millis(100);
 
-/// Of a trace, at most this share of the memory is kept, with its content: a half.
+/// Share of the memory that is kept of a trace at most, with its content: a half.
 const TRACED_SHARE: u64 = 2;
 
 /// Most pages that are traced: 256 MiB.
 const MOST_TRACED: u64 = 1 << 16;
 
-/// Where repeated accesses are wanted, so many are kept at most: 128 MiB.
+/// Most repeated accesses that are kept, where they are wanted: 128 MiB.
 const MOST_ACCESSES: usize = 1 << 24;
 
-/// How a capture is made.
+/// Options for how a capture is made.
 #[derive(Clone, Copy, Debug)]
 pub struct CaptureOptions {
-    /// How chunks are packed.
+    /// Compression with which chunks are packed.
     pub compression: Compression,
-    /// Only what changed since the last snapshot that exists.
+    /// Whether only what changed since the last snapshot that exists is saved.
     pub incremental: bool,
-    /// How long first accesses are traced after the pause.
+    /// Time for which first accesses are traced after the pause.
     pub trace: Duration,
     /// Trace repeated accesses too, to compare with queues by recency.
     pub recency: bool,
@@ -66,25 +66,22 @@ pub struct MemoryCapture {
     since: Instant,
 }
 
-/// What was saved.
+/// Content of memory that was saved.
 pub struct SavedMemory {
-    /// Where each RAM block's content is.
-    /// What was saved of each block.
-    /// What was saved of each block.
-    /// What was saved of each block.
+    /// Place of each RAM block's content.
     pub areas: BTreeMap<BlockId, AreaMap>,
     /// The queue of first accesses.
     pub working_set: WorkingSet,
     /// Pages by their last access, if that was traced.
     pub recent: Option<WorkingSet>,
-    /// What CLOCK keeps of the same accesses.
+    /// Pages that CLOCK keeps of the same accesses.
     pub by_clock: Option<WorkingSet>,
-    /// What was taken, kept until the snapshot exists.
+    /// Changes that were taken, kept until the snapshot exists.
     pub taken: Taken,
 }
 
-/// What a snapshot took out of "changed since the last one". Dropped, that is given back; if
-/// there is none before it, nothing is watched any more.
+/// Changes that a snapshot took out of "changed since the last one". Dropped, that is given back;
+/// if there is none before it, nothing is watched any more.
 pub struct Taken {
     machine: Arc<Machine>,
     cut: Option<Cut>,
@@ -240,7 +237,7 @@ impl MemoryCapture {
         }
     }
 
-    /// What was touched first, in its order; packed so where it lies otherwise.
+    /// Returns what was touched first, in its order; packs it so where it lies otherwise.
     fn end_trace(
         &mut self,
         saving: &mut Saving,
@@ -259,7 +256,7 @@ impl MemoryCapture {
         Ok(first.into_iter().map(|access| main_page(access.page)).collect())
     }
 
-    /// What faults copied at the very end.
+    /// Saves what faults copied at the very end.
     fn copy_rest(
         &mut self,
         saving: &mut Saving,
@@ -283,7 +280,7 @@ fn by_recency(accesses: &[PageIndex], size: u64) -> WorkingSet {
     WorkingSet { queue: recency.pages(), size }
 }
 
-/// What CLOCK keeps in `size` pages.
+/// Pages that CLOCK keeps in `size` pages.
 fn by_clock(accesses: &[PageIndex], size: u64) -> WorkingSet {
     let mut clock = Clock::new(size.max(1) as usize);
     accesses.iter().copied().map(main_page).for_each(|page| clock.access(page));
@@ -300,7 +297,7 @@ fn content(block: &RamBlock) -> anyhow::Result<Vec<u8>> {
     Ok(content)
 }
 
-/// How many first accesses are noted of so many pages.
+/// Number of first accesses that are noted of so many pages.
 pub fn most_traced(pages: u64, trace: Duration) -> usize {
     match trace.is_zero() {
         true => 0,
@@ -313,7 +310,7 @@ pub struct Saving<'s> {
     store: &'s Store,
     compression: Compression,
     full: Vec<NewChunk>,
-    /// What was saved of each block.
+    /// Areas that were saved of each block.
     pub areas: BTreeMap<BlockId, AreaMap>,
     packed: Packed,
 }
@@ -363,12 +360,12 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// From now on.
+    /// Pace from now on.
     pub fn from_now() -> Pace {
         Pace { since: Instant::now(), pages: 0 }
     }
 
-    /// So many pages more were copied: waits if that was too fast.
+    /// Notes that so many pages more were copied; waits if that was too fast.
     pub fn copied(&mut self, pages: u64) {
         self.pages += pages;
         let due = Duration::from_micros(self.pages * 1_000_000 / PAGES_PER_SECOND);

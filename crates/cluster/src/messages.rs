@@ -1,4 +1,4 @@
-//! What hosts say to each other about snapshots and restores: JSON in messages of the kinds
+//! Messages of hosts to each other about snapshots and restores: JSON in messages of the kinds
 //! `Snapshot` and `Restore`. Each order names all that it needs, since any may be the first
 //! that arrives.
 
@@ -31,13 +31,13 @@ pub struct GroupPlaces {
 pub struct TakeTask {
     /// Its group.
     pub group: GroupPlaces,
-    /// Which member.
+    /// Member whose VM it is.
     pub member: Member,
-    /// Where the snapshot is stored.
+    /// Store of the snapshot.
     pub store: StoreAddress,
-    /// How.
+    /// Compression of its chunks.
     pub compression: Compression,
-    /// How long first accesses are traced after the pause, in milliseconds.
+    /// Time for which first accesses are traced after the pause, in milliseconds.
     pub trace_ms: u64,
     /// Whether repeated accesses are traced too, for comparison.
     pub recency: bool,
@@ -57,11 +57,11 @@ pub struct RestoreTask {
     pub id: String,
     /// Its group, as it will be.
     pub group: GroupPlaces,
-    /// Which member.
+    /// Member whose VM it is.
     pub member: Member,
-    /// Where the snapshot is.
+    /// Store of the snapshot.
     pub store: StoreAddress,
-    /// Which one.
+    /// Number of the snapshot.
     pub number: SnapshotNumber,
     /// The newest generation of the VM that anybody knows.
     pub newest: Generation,
@@ -89,18 +89,18 @@ impl RestoreTask {
     }
 }
 
-/// From a coordinator to the host of a member: it names a member that there is, and a restore whose
-/// name can be part of a file's.
+/// Message from a coordinator to the host of a member: it names a member that there is, and a
+/// restore whose name can be part of a file's.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Said")]
 pub enum ToMember {
-    /// About a snapshot.
+    /// Order about a snapshot.
     Take(TakeTask, About<TakeOrder>),
-    /// About a restore.
+    /// Order about a restore.
     Restore(RestoreTask, Order),
 }
 
-/// What a peer calls a [`ToMember`].
+/// Unchecked form of a [`ToMember`], as a peer sends it.
 #[derive(Deserialize)]
 enum Said {
     Take(TakeTask, About<TakeOrder>),
@@ -155,9 +155,9 @@ impl ToMember {
 /// Reports of a member to the coordinator.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToCoordinator {
-    /// About a snapshot.
+    /// Report about a snapshot.
     Take(Member, About<TakeReport>),
-    /// About a restore.
+    /// Report about a restore.
     Restore(Member, Report),
 }
 
@@ -170,21 +170,21 @@ impl ToCoordinator {
     }
 }
 
-/// Where reports go.
+/// Receiver of reports.
 pub type Reply = Arc<dyn Fn(ToCoordinator) + Send + Sync>;
 
-/// From a primary to its backup: what it has at the end of this epoch is a snapshot's.
+/// Order of a primary to its backup: what that has at the end of this epoch is a snapshot's.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeepOrder {
     /// The snapshot's group.
     pub group: GroupName,
-    /// Which one.
+    /// Number of the snapshot.
     pub number: SnapshotNumber,
-    /// Where it is stored.
+    /// Store of the snapshot.
     pub store: StoreAddress,
-    /// How.
+    /// Compression of its chunks.
     pub compression: Compression,
-    /// How long first writes are noted, in milliseconds.
+    /// Time for which first writes are noted, in milliseconds.
     pub trace_ms: u64,
 }
 
@@ -193,9 +193,9 @@ pub struct KeepOrder {
 pub struct Kept {
     /// The snapshot's group.
     pub group: GroupName,
-    /// Which one.
+    /// Number of the snapshot.
     pub number: SnapshotNumber,
-    /// Where it is in the store, or why it is not there.
+    /// Place of the image in the store, or why it is not there.
     pub image: Result<KeptImage, String>,
 }
 
@@ -215,7 +215,7 @@ pub struct KeptImage {
 pub struct SavedVm {
     /// Its definition, as its host had it.
     pub definition: ForeignDefinition,
-    /// What executed its instructions.
+    /// Accelerator that executed its instructions.
     pub accelerator: Accelerator,
 }
 
@@ -256,14 +256,14 @@ impl SavedVm {
     }
 }
 
-/// What a host is asked: could these members of a snapshot be restored on it?
+/// Question to a host: could these members of a snapshot be restored on it?
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Question {
-    /// Where the snapshot is.
+    /// Store of the snapshot.
     pub store: StoreAddress,
     /// Its group.
     pub group: GroupName,
-    /// Which one.
+    /// Number of the snapshot.
     pub number: SnapshotNumber,
     /// The members' VMs.
     pub vms: Vec<VmName>,
@@ -340,7 +340,8 @@ mod tests {
         assert!(error.contains("is damaged: its definition has a memory of 67108864"), "{error}");
     }
 
-    /// It was believed: the first three became paths, the last one ended the daemon.
+    /// Regression: such an order was believed: the first three became paths, the last one ended the
+    /// daemon.
     #[test]
     fn an_order_of_a_peer_names_nothing_outside() {
         assert!(order(|_| ()).is_ok());

@@ -21,7 +21,7 @@ pub struct Shape {
     disks: Vec<(DiskIndex, String, u64)>,
 }
 
-/// What is in the store already, and what was found.
+/// Content that is in the store already, and what was found.
 pub struct Content {
     /// All RAM blocks and disks.
     pub areas: Vec<AreaEntry>,
@@ -31,13 +31,13 @@ pub struct Content {
     pub working_set: Blob,
     /// Pages by their last access.
     pub recent: Option<Blob>,
-    /// What CLOCK keeps.
+    /// Pages that CLOCK keeps.
     pub clock: Option<Blob>,
     /// The working set in normal running, if that was sampled.
     pub sampled: Option<u64>,
     /// Microseconds for which the guest stood still for the snapshot.
     pub pause_us: u64,
-    /// What was not saved again.
+    /// Snapshot that has what was not saved again.
     pub base: Option<SnapshotNumber>,
 }
 

@@ -1,4 +1,4 @@
-//! Where restored VMs are read from. A host's guests share the way to the store: what one of
+//! Stores that restored VMs are read from. A host's guests share the way to the store: what one of
 //! them waits for must not stand behind what nobody waits for yet.
 
 use std::sync::Arc;
@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use understudy_snapshot::{ChunkId, Loader, Store, StoreError};
 use understudy_threads::{Mutex, lock};
 
-/// After a guest has waited it is likely to wait again: for so long the way is kept clear.
+/// Time for which the way is kept clear after a guest has waited: it is likely to wait again.
 const QUIET: Duration = Duration::from_millis(50);
 
-/// Meanwhile so many chunks are read that nobody waits for, so that it goes on at all.
+/// Chunks that are read meanwhile though nobody waits for them, so that it goes on at all.
 const BEHIND: usize = 1;
 
 /// A host's way to its stores.
@@ -20,7 +20,7 @@ pub struct Way(Mutex<Traffic>);
 struct Traffic {
     /// Chunks under way that nobody waited for when they were asked for.
     behind: usize,
-    /// When a guest waited last.
+    /// Time at which a guest waited last.
     wanted: Option<Instant>,
 }
 
@@ -59,7 +59,7 @@ pub struct KeptClear;
 
 /// A chunk that is being read.
 pub struct Reading<'s> {
-    /// Which one.
+    /// Chunk that is being read.
     pub chunk: ChunkId,
     source: &'s Source,
     behind: bool,
@@ -76,8 +76,8 @@ impl Source {
         self.way.note_wanted(Instant::now());
     }
 
-    /// What is to be read next: what a guest waits for; and else, if `read_on`, what the loader
-    /// has planned, unless the way is kept clear: then ask again a moment later.
+    /// Chunk that is to be read next: what a guest waits for; and else, if `read_on`, what the
+    /// loader has planned, unless the way is kept clear: then ask again a moment later.
     pub fn next(&self, loader: &mut Loader, read_on: bool) -> Option<Reading<'_>> {
         let now = Instant::now();
         if let Some(chunk) = loader.next_demanded() {
@@ -90,7 +90,7 @@ impl Source {
         self.planned(|| loader.next_chunk()).ok().flatten()
     }
 
-    /// What `plan` says is to be read, though no guest waits for it; none if that is nothing.
+    /// Chunk that `plan` says is to be read, though no guest waits for it; none if that is nothing.
     pub fn planned(
         &self,
         plan: impl FnOnce() -> Option<ChunkId>,

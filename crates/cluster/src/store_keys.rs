@@ -12,7 +12,7 @@ use understudy_snapshot::{Store, StoreAddress, StoreError, StoreKey};
 pub struct StoreKeys(Arc<BTreeMap<StoreAddress, PathBuf>>);
 
 impl StoreKeys {
-    /// These files.
+    /// Keys in these files.
     pub fn new(files: impl IntoIterator<Item = (StoreAddress, PathBuf)>) -> StoreKeys {
         StoreKeys(Arc::new(files.into_iter().collect()))
     }
@@ -46,7 +46,8 @@ pub struct Stores {
 }
 
 impl Stores {
-    /// These, and what is in a directory or under a prefix of them, of the host `here`.
+    /// Stores with these addresses, and what is in a directory or under a prefix of them, of the
+    /// host `here`.
     pub fn new(here: &HostName, named: impl IntoIterator<Item = StoreAddress>) -> Stores {
         Stores { here: here.clone(), named: Arc::new(named.into_iter().collect()) }
     }
@@ -74,7 +75,7 @@ pub fn make_key(file: &Path) -> Result<(), HostError> {
 mod tests {
     use super::*;
 
-    /// Before, a peer could have this host write a VM's memory to any store that it named.
+    /// Regression: a peer could have this host write a VM's memory to any store that it named.
     #[test]
     fn peers_name_the_stores_of_the_configuration_only() {
         let here = understudy_protocol::literal("b");

@@ -14,7 +14,8 @@ use understudy_protocol::VmName;
 use understudy_report::traces::{RestoreTrace, SnapshotTrace, VARIABLE};
 use understudy_threads::spawn;
 
-/// How long a restored guest is watched: as long as a snapshot traces if nothing else is asked.
+/// Time for which a restored guest is watched: as long as a snapshot traces if nothing else is
+/// asked.
 const WATCHED: Duration = Duration::from_secs(7);
 
 /// Writes what a VM touched while its snapshot was traced, if that is wanted.
@@ -66,7 +67,7 @@ fn directory() -> Option<PathBuf> {
     env::var_os(VARIABLE).map(PathBuf::from)
 }
 
-/// Whole or not at all: whoever waits for the file reads it at once.
+/// Writes the file whole or not at all: whoever waits for the file reads it at once.
 fn write(path: &Path, trace: &impl Serialize) {
     let beside = path.with_extension("new");
     let written = serde_json::to_vec(trace)

@@ -10,7 +10,9 @@ use std::sync::Arc;
 use tracing::{info, warn};
 use understudy_arbiter::Key;
 use understudy_arbiter::Unreachable;
-use understudy_disk::{Disk, DiskError, ImageFormat, Tables};
+use understudy_disk::{
+    Disk, DiskError, ImageFormat, Tables, changes_path, export_bytes, export_bytes_as_listed,
+};
 use understudy_machine::Machine;
 use understudy_network::{NetworkError, bridge_exists, filters_vlans};
 use understudy_protocol::HostName;
@@ -26,7 +28,7 @@ use understudy_replication::records::Record;
 use understudy_report::Mode;
 use understudy_report::error::{ErrorKind, HostError};
 
-/// What is left where a VM's newest images are lost.
+/// Remedy that is left where a VM's newest images are lost.
 pub(crate) const LOST: &str = "if they are lost for good, `understudy vm start FILE --force` starts it \
                                on FILE's, of a backup say (docs/runbook.md)";
 
@@ -267,7 +269,7 @@ impl Host {
         Ok(Past::of(record, newest))
     }
 
-    /// What to do about a VM that this host may not start.
+    /// Remedy: what to do about a VM that this host may not start.
     fn remedy(&self, name: &VmName) -> String {
         let runner = self.inquire(name).ok().and_then(|inquiry| inquiry.runner());
         match runner {
@@ -282,8 +284,8 @@ impl Host {
         }
     }
 
-    /// After a take-over, or a restore, the newest images are in this host's own directory,
-    /// whatever a definition from before says.
+    /// Checks the paths of disks: after a take-over, or a restore, the newest images are in this
+    /// host's own directory, whatever a definition from before says.
     fn check_paths(&self, definition: &VmDefinition, record: &Record) -> Result<(), HostError> {
         let name = &definition.name;
         // Of CD-ROM drives the definition counts: what it names is put in.
@@ -409,16 +411,22 @@ fn check_tables(path: &Path) -> Result<(), DiskError> {
 }
 
 /// Opens and locks the images of a VM's disks. An image that the VM has run on before, by its
-/// record, is of the format that it was then: what it begins with may be the guest's own.
+/// record, is of the format that it was then: what it begins with may be the guest's own. `directory` is the VM's,
+/// which has the lists of what has changed since.
 pub(crate) fn open_disks(
     definition: &VmDefinition,
     former: Option<&Record>,
+    directory: &Path,
 ) -> Result<Vec<Arc<Disk>>, HostError> {
     let known = |disk: &DiskDefinition| {
         let same = |other: &DiskDefinition| other.path == disk.path && other.format == disk.format;
         former.is_some_and(|record| record.definition.disks.iter().any(same))
     };
+    let is_listed = |i: usize, disk: &DiskDefinition| {
+        former.is_some_and(|it| !it.sessions.is_empty() && it.images().get(i) == Some(&disk.path))
+    };
     let open = |(i, disk): (usize, &DiskDefinition)| {
+        let index = DiskIndex(i as u16);
         let format = match disk.format {
             DiskFormat::Raw => ImageFormat::Raw,
             DiskFormat::Qcow2 => ImageFormat::Qcow2,
@@ -427,22 +435,41 @@ pub(crate) fn open_disks(
             understudy_disk::check_format(&disk.path, format)?;
         }
         if disk.cdrom {
-            return Disk::open_medium(DiskIndex(i as u16), &disk.path).map(Arc::new);
+            return Disk::open_medium(index, &disk.path).map(Arc::new);
         }
-        let bytes = understudy_disk::export_bytes(&disk.path, format)?;
+        let bytes = match is_listed(i, disk) {
+            true => export_bytes_as_listed(&disk.path, format, &changes_path(directory, index))?,
+            false => export_bytes(&disk.path, format)?,
+        };
         let stopped = former.is_some_and(|record| record.image.role == ImageRole::Stopped);
         if format == ImageFormat::Qcow2 && !(stopped && known(disk)) {
             check_tables(&disk.path)?;
         }
-        Disk::open(DiskIndex(i as u16), &disk.path, bytes).map(Arc::new)
+        Disk::open(index, &disk.path, bytes).map(Arc::new)
     };
-    definition
-        .disks
-        .iter()
-        .enumerate()
-        .map(open)
-        .collect::<Result<_, _>>()
-        .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))
+    definition.disks.iter().enumerate().map(open).collect::<Result<_, _>>().map_err(invalid)
+}
+
+/// The same of images that a QEMU has open, which are shown with so many bytes each: nothing is found out that takes
+/// long, while its guest stands still.
+pub(crate) fn open_disks_in_use(
+    definition: &VmDefinition,
+    bytes: &[u64],
+) -> Result<Vec<Arc<Disk>>, HostError> {
+    let open = |(i, (disk, bytes)): (usize, (&DiskDefinition, &u64))| {
+        let index = DiskIndex(i as u16);
+        match disk.cdrom {
+            true => Disk::open_medium(index, &disk.path),
+            false => Disk::open(index, &disk.path, *bytes),
+        }
+        .map(Arc::new)
+    };
+    let disks = definition.disks.iter().zip(bytes).enumerate();
+    disks.map(open).collect::<Result<_, _>>().map_err(invalid)
+}
+
+fn invalid(error: DiskError) -> HostError {
+    HostError::new(ErrorKind::Invalid, error.to_string())
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@ pub struct Arrivals(Arc<Common<BTreeMap<VmName, Arc<Expected>>>>);
 pub struct Expected {
     /// The host that offered it; this one, if it is about to be brought up here.
     pub primary: String,
-    /// What it is.
+    /// Definition of the VM.
     pub definition: VmDefinition,
     /// Whether a keeper has it, which keeps its name; the rest is known from here.
     in_keeper: AtomicBool,
@@ -48,7 +48,7 @@ impl Arrivals {
         self.0.lock().get(vm).is_some_and(|expected| !expected.is_in_keeper())
     }
 
-    /// What a VM is that a keeper has.
+    /// Definition of a VM that a keeper has.
     pub fn kept(&self, vm: &VmName) -> Option<VmDefinition> {
         let arrivals = self.0.lock();
         let expected = arrivals.get(vm).filter(|expected| expected.is_in_keeper());

@@ -21,12 +21,12 @@ use understudy_report::events::{EventKind, now_ms};
 use understudy_report::{AwaitedStart, RecoverReport, RecoverRequest};
 use understudy_threads::Common;
 
-/// Before what is not certain is looked at again.
+/// Pause before what is not certain is looked at again.
 const AGAIN: Duration = Duration::from_secs(2);
-/// What a VM waits for until all hosts were asked for the first time.
+/// Reason for which a VM waits until all hosts were asked for the first time.
 const FIRST: &str = "the hosts are being asked";
 
-/// What a VM waits for that has a keeper already.
+/// Reason for which a VM waits that has a keeper already.
 const IN_KEEPER: &str = "its keeper has not said yet that it runs";
 
 /// VMs that are to come up here and have not yet.
@@ -39,7 +39,7 @@ impl Awaited {
         self.0.lock().values().cloned().collect()
     }
 
-    /// Why a VM has not come up yet.
+    /// Reason why a VM has not come up yet.
     pub fn why(&self, vm: &VmName) -> Option<String> {
         self.0.lock().get(vm).map(|awaited| awaited.reason.clone())
     }
@@ -75,7 +75,7 @@ pub(crate) fn comes_up(record: &Record) -> bool {
     ran && record.wanted && record.definition.autostart
 }
 
-/// How the VM of a record was to be protected.
+/// Wish for how the VM of a record was to be protected.
 pub(crate) fn wish_of(record: Record) -> Option<Wish> {
     Some(Wish { request: record.wish?, group: record.group })
 }
@@ -195,7 +195,7 @@ impl Host {
         self.want_protected(vm, wish);
     }
 
-    /// As it was protected when its host went down.
+    /// Notes that it wants protection as it was protected when its host went down.
     fn want_protected(self: &Arc<Self>, vm: &VmName, wish: Option<Wish>) {
         let (Some(wish), Ok(primary)) = (wish, self.primary(vm)) else { return };
         let remedy = format!("understudy protect {vm} --to {}", wish.request.to);
@@ -240,7 +240,7 @@ impl Host {
         }
     }
 
-    /// How the VM is to be protected when it comes up with its host.
+    /// Notes how the VM is to be protected when it comes up with its host.
     pub(crate) fn note_wish(&self, vm: &VmName, wish: Option<&Wish>) {
         if let Err(error) = self.records.change(vm, |record| put_wish(record, wish)) {
             warn!(%vm, "{error}");

@@ -11,6 +11,7 @@ use crate::vm::{PrimaryVm, Vm};
 use anyhow::Context;
 use std::sync::Arc;
 use std::time::Duration;
+use tracing::warn;
 #[cfg(feature = "fail-points")]
 use understudy_machine::home::Home;
 use understudy_machine::{Machine, Plan};
@@ -19,7 +20,7 @@ use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{HostName, VmName};
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::LogRole;
-use understudy_qemu::{Accelerator, ClockBase, CpuNeeds, Role, VmDefinition};
+use understudy_qemu::{Accelerator, CheckedDefinition, ClockBase, CpuNeeds, Role, VmDefinition};
 use understudy_replication::primary;
 use understudy_replication::records::Record;
 use understudy_report::error::{ErrorKind, HostError};
@@ -30,32 +31,32 @@ use understudy_threads::lock;
 /// Its operator waits for a guest to power off as the daemon's end does, and for at least so long.
 const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What a VM that is started was before.
+/// Past of a VM that is started.
 #[derive(Default)]
 pub(crate) struct Past {
     /// The newest generation known of it.
     newest: Generation,
     /// Its images may be older than another host's: its operator insists on them.
     insisted: bool,
-    /// What is on record of the images that it starts on.
+    /// Record of the images that it starts on.
     record: Option<Record>,
     /// A host that has a copy of it, or had one.
     pub peer: Option<HostName>,
-    /// The lease of its former owner, as it was when it was over.
-    lease: Option<FormerLease>,
+    /// The leases of its former owners, as they were when they were over.
+    lease: FormerLease,
     /// How it is to be protected; none if its operator is to say so again.
     pub wish: Option<Wish>,
 }
 
 impl Past {
-    /// That of a VM which starts on the images of its record, if it has one.
+    /// Past of a VM which starts on the images of its record, if it has one.
     pub fn of(record: Option<Record>, newest: Generation) -> Past {
         let peer = record.as_ref().and_then(|record| record.peer.clone());
         Past { newest, record, peer, ..Past::default() }
     }
 
     /// The same after the wait for its former owner.
-    pub fn after(self, lease: Option<FormerLease>) -> Past {
+    pub fn after(self, lease: FormerLease) -> Past {
         Past { lease, ..self }
     }
 
@@ -69,7 +70,7 @@ impl Past {
         Past { wish, ..self }
     }
 
-    /// What is on record of the images.
+    /// Record of the images.
     pub fn record(&self) -> Option<&Record> {
         self.record.as_ref()
     }
@@ -81,9 +82,24 @@ impl Past {
     }
 }
 
+/// A VM that is about to be claimed here.
+pub(crate) struct Starting<'a> {
+    host: &'a Host,
+    vm: VmName,
+}
+
+impl Drop for Starting<'_> {
+    fn drop(&mut self) {
+        self.host.starting.lock().remove(&self.vm);
+    }
+}
+
 impl Host {
     /// Starts a VM on this host, unprotected.
-    pub fn vm_start(self: &Arc<Self>, definition: VmDefinition) -> Result<VmStatus, HostError> {
+    pub fn vm_start(
+        self: &Arc<Self>,
+        definition: CheckedDefinition,
+    ) -> Result<VmStatus, HostError> {
         hold_in_a_test(&definition.name);
         let _adding = self.adding.lock();
         self.take_place_to_start(&definition.name)?;
@@ -91,7 +107,7 @@ impl Host {
         let _beginning = self.begin_in_place(&name);
         self.check_free(&definition)?;
         let past = self.check_images(&definition)?;
-        self.boot(definition, past)
+        self.boot(definition.into(), past)
     }
 
     /// Starts a VM on this host as its record says, wherever its images lie by now.
@@ -99,10 +115,10 @@ impl Host {
         let _adding = self.adding.lock();
         self.take_place_to_start(name)?;
         let _beginning = self.begin_in_place(name);
-        let definition = self.recorded_definition(name)?;
+        let definition = self.checked_record(name)?;
         self.check_free(&definition)?;
         let past = self.check_images(&definition)?;
-        self.boot(definition, past)
+        self.boot(definition.into(), past)
     }
 
     /// The VM as it is on this host: its disks are the images that it runs on, or ran on last.
@@ -113,6 +129,17 @@ impl Host {
             Some(Vm::Fenced(_)) | None => {}
         }
         self.recorded_definition(name)
+    }
+
+    /// The VM as its record says, which a version may have written that checked less.
+    fn checked_record(&self, name: &VmName) -> Result<CheckedDefinition, HostError> {
+        CheckedDefinition::try_from(self.recorded_definition(name)?).map_err(|problems| {
+            let message = format!(
+                "{name} is recorded with a definition that no backup and no restore takes: {problems}; correct \
+                 what `understudy vm show {name}` prints, and start it with that: `understudy vm start FILE`"
+            );
+            HostError::new(ErrorKind::Invalid, message)
+        })
     }
 
     pub(crate) fn recorded_definition(&self, name: &VmName) -> Result<VmDefinition, HostError> {
@@ -136,6 +163,11 @@ impl Host {
             let message = format!("host {} is shutting down", self.config.name);
             return Err(HostError::new(ErrorKind::Conflict, message));
         }
+        // What comes up by itself does so all the same: an unprotected guest is more than none.
+        if let Some(problem) = definition.validate().first() {
+            let name = &definition.name;
+            warn!(vm = %name, "it can be neither protected nor snapshotted: {problem}");
+        }
         let machine_type = self.machine_type(&definition)?;
         // Pinned, as the machine is: another host, or a later start, may have another default.
         definition.virtio = Some(definition.virtio_interface());
@@ -157,7 +189,7 @@ impl Host {
         };
         let run_dir = self.vm_directory(&definition.name)?;
         medium::settle_drives(&mut definition, &run_dir)?;
-        let disks = open_disks(&definition, past.record())?;
+        let disks = open_disks(&definition, past.record(), &run_dir)?;
         let name = definition.name.clone();
         let plan = Plan {
             definition,
@@ -179,12 +211,13 @@ impl Host {
         let machine = self.launch(plan).map_err(|error| failed("cannot start the VM", &error))?;
         sync_images(&machine).map_err(|error| failed("cannot start the VM", &error))?;
         // Everything works: only now the arbiter's record changes.
+        let _starting = self.begin_start(&name);
         self.note_claim(&name, &past)?;
         let generation = self.take_ownership(&name, past.newest)?;
         fail::fail_point!("claimed", |_| {
             Err(failed("cannot start the VM", &anyhow::anyhow!("a test says so")))
         });
-        past.lease.as_ref().map_or(Ok(()), |lease| self.check_former(&name, lease))?;
+        self.check_former(&name, &past.lease)?;
         self.note_active(&machine, generation, &past, &run_dir)?;
         machine.settle_tpm().map_err(|error| failed("cannot start the VM", &error))?;
         let former_backup = past.former_backup();
@@ -194,6 +227,13 @@ impl Host {
         machine.ensure_running().map_err(|error| failed("cannot start the guest", &error))?;
         vm.events.record(EventKind::Started);
         Ok(Vm::Primary(vm).status())
+    }
+
+    /// Has whoever asks this host about a VM hear that it is about to claim it, until it runs or comes to nothing: a host
+    /// that finds the claim at the arbiter, and nobody who runs the VM, would claim it in its turn.
+    pub(crate) fn begin_start(&self, vm: &VmName) -> Starting<'_> {
+        self.starting.lock().insert(vm.to_owned());
+        Starting { host: self, vm: vm.to_owned() }
     }
 
     /// Notes that this host, whose images are the newest, is about to claim the VM: should nothing come of it they
@@ -206,7 +246,7 @@ impl Host {
         self.records.change(name, claim).map_err(internal)
     }
 
-    /// How a QEMU of this host records, from now on.
+    /// Settings with which a QEMU of this host records, from now on.
     fn recording(
         &self,
         definition: &VmDefinition,

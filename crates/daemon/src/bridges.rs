@@ -11,7 +11,7 @@ use tracing::{info, warn};
 use understudy_protocol::VmName;
 use understudy_report::VmStatus;
 
-/// Between two looks.
+/// Time between two looks.
 const INTERVAL: Duration = Duration::from_secs(5);
 
 /// Looks for as long as the host lives.
@@ -57,7 +57,7 @@ fn look(vm: &PrimaryVm, found: &mut BTreeMap<(VmName, String), String>) {
 }
 
 impl Host {
-    /// What is wrong with the host for want of bridges.
+    /// Problems of the host for want of bridges.
     pub(crate) fn problems_of_cards(&self) -> Vec<String> {
         let told = |((vm, mac), problem): (&(VmName, String), &String)| {
             format!("{vm} is not connected, card {mac}: {problem}")

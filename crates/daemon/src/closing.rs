@@ -16,19 +16,19 @@ use understudy_arbiter::Arbiter;
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 
-/// Between two looks at whether a guest has powered off.
+/// Time between two looks at whether a guest has powered off.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A guest that has not reacted is asked again: one that boots has nobody yet who hears it.
 const PRESS_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Why a guest that was asked to power off still runs.
+/// Reason why a guest that was asked to power off still runs.
 pub(crate) enum StillOn {
     /// Its time is over.
     TimeIsOver,
     /// The operator does not want to wait for it.
     Hurried,
-    /// It could not be asked.
+    /// The guest could not be asked.
     NotAsked(String),
 }
 
@@ -54,7 +54,8 @@ impl Host {
         self.events.close();
     }
 
-    /// What is being started in a keeper is there now, and ends as the others do; what comes later is refused.
+    /// Waits for what is being started in a keeper, which ends as the others do; what comes later
+    /// is refused.
     fn await_boot(&self) {
         if self.keeps.is_some() {
             drop(self.adding.lock());
@@ -66,7 +67,7 @@ impl Host {
         self.hurried.store(true, Ordering::Release);
     }
 
-    /// What restores protection goes on meanwhile.
+    /// Waits until VMs are protected; what restores protection goes on meanwhile.
     fn await_protection(&self) {
         let bound = self.config.power_off_timeout;
         let deadline = Instant::now() + bound;

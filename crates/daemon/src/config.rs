@@ -46,6 +46,7 @@ pub use groups::Groups;
 use understudy_protocol::{GroupName, HostName};
 pub use understudy_replication::primary::Detection;
 pub use webhook::WebhookUrl;
+pub(crate) use webhook::shown;
 
 use api::RawApi;
 use arbiter::RawArbiter;
@@ -73,7 +74,7 @@ use understudy_qemu::programs::{Missing, find_agent, find_qemu, is_executable};
 use understudy_report::error::{ErrorKind, HostError};
 use webhook::RawWebhook;
 
-/// Where the daemon listens for the command line, unless told otherwise.
+/// Path at which the daemon listens for the command line, unless told otherwise.
 pub const DEFAULT_SOCKET: &str = "/run/understudy/understudy.sock";
 
 const DEFAULT_STATE_DIR: &str = "/var/lib/understudy";
@@ -86,27 +87,27 @@ const LONGEST_SOCKET_PATH: usize = 107;
 /// A host's configuration, checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostConfig {
-    /// Where it was read from.
+    /// File from which it was read.
     pub file: PathBuf,
-    /// This host's name, as its peers and the arbiter know it.
+    /// Name of this host, as its peers and the arbiter know it.
     pub name: HostName,
-    /// Where peers reach this host; at least one.
+    /// Addresses at which peers reach this host; at least one.
     pub listen: Vec<SocketAddr>,
-    /// Where the daemon keeps what must survive it; absolute.
+    /// Directory where the daemon keeps what must survive it; absolute.
     pub state_dir: PathBuf,
     /// The unix socket of the local API; absolute.
     pub socket: PathBuf,
     /// Arbiter, which decides which host owns a VM. Without it nothing can be protected.
     pub arbiter: Option<ArbiterConfig>,
-    /// Where metrics can be read by anybody, beside the local API.
+    /// Address where metrics can be read by anybody, beside the local API.
     pub metrics: Option<SocketAddr>,
-    /// Who may use its API over the network, if anybody.
+    /// Callers that may use its API over the network, if anybody.
     pub api: Option<ApiConfig>,
-    /// Where events are posted.
+    /// URL to which events are posted.
     pub webhook: Option<WebhookUrl>,
     /// The other hosts by name, with an address for each path to them.
     pub peers: BTreeMap<HostName, Vec<SocketAddr>>,
-    /// How this host and its peers recognise each other.
+    /// Certificates by which this host and its peers recognise each other.
     pub tls: Option<TlsFiles>,
     /// Whether the operator wants to do without it although others can reach
     /// this host.
@@ -124,13 +125,13 @@ pub struct HostConfig {
     pub memory_limit: Option<u64>,
     /// Silences that are failures.
     pub detection: Detection,
-    /// How long a sole owner may be without the arbiter; zero: it keeps no lease.
+    /// Time for which a sole owner may be without the arbiter; zero: it keeps no lease.
     pub lease: Duration,
     /// The device that resets this host when its daemon does nothing; shorter than the lease.
     pub watchdog: Option<PathBuf>,
-    /// How long a guest may take to power off when the daemon ends; then its power is cut.
+    /// Time that a guest may take to power off when the daemon ends; then its power is cut.
     pub power_off_timeout: Duration,
-    /// How lost protection is restored.
+    /// Settings for how lost protection is restored.
     pub repair: RepairConfig,
     /// Whether VMs may be followed by a backup without output commit.
     pub allow_unheld_output: bool,
@@ -146,13 +147,13 @@ pub struct HostConfig {
     pub stores: Stores,
 }
 
-/// How lost protection is restored.
+/// Settings for how lost protection is restored.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RepairConfig {
     /// Whether VMs that run on this host get a new backup by themselves.
     pub enabled: bool,
-    /// What this host shares its fate with, a rack for example: a backup is
+    /// Zone that shares this host's fate, a rack for example: a backup is
     /// rather chosen in another zone.
     pub zone: Option<String>,
 }
@@ -249,7 +250,7 @@ struct RawMetrics {
     listen: Spanned<toml::Value>,
 }
 
-/// What no host does that is to protect anything.
+/// Switches that no host turns on that is to protect anything.
 #[derive(Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 struct RawExperiments {
@@ -372,7 +373,7 @@ fn check_peers(
     Ok(peers)
 }
 
-/// Which keepers are there to outlive.
+/// Message on the watchdog: keepers are there to outlive a daemon.
 const RESETS_KEEPERS: &str =
     "detection.watchdog resets this host, with all keepers, when its daemon dies";
 
@@ -391,7 +392,7 @@ fn check_switch(
     }
 }
 
-/// Without certificates, hosts talk to each other on one machine only.
+/// Refuses addresses of other machines: without certificates, hosts talk to each other on one only.
 fn refuse_strangers(
     source: &Source<'_>,
     field: &str,
@@ -409,7 +410,7 @@ fn refuse_strangers(
     Err(source.wrong(field, raw.span(), &message))
 }
 
-/// What speaks against the address as a peer's.
+/// Reason that speaks against the address as a peer's.
 fn misplaced(
     address: SocketAddr,
     listen: &[SocketAddr],

@@ -1,4 +1,5 @@
-//! What a panic ends: the VM that the thread belongs to, or one request; never the daemon.
+//! Containment of panics: one ends the VM that the thread belongs to, or one request; never the
+//! daemon.
 //!
 //! Of a VM that runs here nothing leaves any more, its QEMU ends, and its connections do: the backup
 //! takes over. Of one that is backed up here the copy ends, and its primary hears why. Members of
@@ -18,9 +19,9 @@ use understudy_protocol::{BackupPhase, VmName};
 use understudy_replication::{backup, primary};
 use understudy_threads::{Owner, Scope, spawn, within};
 
-/// For a backup's own end, which a thread that has panicked may have been to see to.
+/// Time for a backup's own end, which a thread that has panicked may have been to see to.
 const PATIENCE: Duration = Duration::from_secs(4);
-/// Between two looks.
+/// Time between two looks.
 const GLANCE: Duration = Duration::from_millis(20);
 
 /// A panic in a thread of a VM.
@@ -29,7 +30,7 @@ pub(crate) struct Panic {
     words: String,
 }
 
-/// Where panics are told.
+/// Sender to which panics are told.
 pub(crate) type Panics = Sender<Panic>;
 
 /// The owner of a VM's threads.
@@ -71,12 +72,12 @@ fn die_in_a_test(_words: &str) {
     }
 }
 
-/// What the threads of a VM belong to.
+/// Scope that the threads of a VM belong to.
 pub(crate) fn of_vm(host: &Host, vm: &VmName) -> Scope {
     Scope::new(OfVm { panics: host.panics.clone(), vm: vm.clone() })
 }
 
-/// What the threads of one request belong to.
+/// Scope that the threads of one request belong to.
 pub fn of_request() -> Scope {
     Scope::new(OfRequest)
 }

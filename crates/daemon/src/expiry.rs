@@ -1,4 +1,4 @@
-//! What nobody else looks at until it is too late: certificates that expire.
+//! Watch over what nobody else looks at until it is too late: certificates that expire.
 
 use crate::config::{ArbiterConfig, HostConfig};
 use crate::host::Host;
@@ -23,7 +23,7 @@ pub(crate) fn start(host: &Arc<Host>) {
 }
 
 impl Host {
-    /// What is wrong with the certificates of this host, its authority's, and those for etcd.
+    /// Problems of the certificates of this host, its authority's, and those for etcd.
     pub(crate) fn problems_of_certificates(&self) -> Vec<String> {
         let own = self.identity.tls.iter().flat_map(|tls| tls.problems());
         let unused = self.arbiter.as_ref().and_then(Arbiter::etcd).and_then(Etcd::problem);
@@ -31,7 +31,7 @@ impl Host {
     }
 }
 
-/// What is to be said of this host's certificate for etcd, if it has one that expires.
+/// Words on this host's certificate for etcd, if it has one that expires.
 pub(crate) fn of_etcd(config: &HostConfig) -> Option<String> {
     let Some(ArbiterConfig::Etcd(etcd)) = &config.arbiter else { return None };
     tls::expiring(&etcd.tls.as_ref()?.cert)

@@ -18,7 +18,7 @@ use understudy_replication::membership::{Member, Membership};
 use understudy_session::backup::Event;
 use understudy_session::hand_back::{Answer, Present, Recorded, WinnersWord, answer};
 
-/// For the winner to answer; nobody asks the arbiter meanwhile.
+/// Time for the winner to answer; nobody asks the arbiter meanwhile.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Asks in the name of this host.
@@ -82,7 +82,7 @@ impl Host {
         WinnersWord::default()
     }
 
-    /// What this host does with a group.
+    /// State of a group on this host.
     fn present(&self, asker: &HostName, membership: &Membership) -> Present {
         let leaders = self.vms.lock().get(&membership.leader().vm).cloned();
         match leaders {

@@ -5,6 +5,7 @@ use crate::autostart::{self, Awaited};
 use crate::boot::Past;
 use crate::config::{ApiConfig, ArbiterConfig, ClusterConfig, HostConfig};
 use crate::containment::{self, Panics};
+use crate::gate::address;
 use crate::gate::lobby::Lobby;
 use crate::keeper::note::Claim;
 use crate::keeper::places::{Door, Kept};
@@ -22,7 +23,7 @@ use crate::vm::{PrimaryVm, Vm};
 use crate::{
     arbiter_watch, bridges, expiry, gate, keeper, lease, memory_pressure, strangers, webhook,
 };
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
@@ -48,17 +49,18 @@ use understudy_report::meters::Meters;
 use understudy_report::{ArbiterReport, CheckpointTiming, HostStatus, VmStatus};
 use understudy_threads::Common;
 
-/// How long the backup may take to answer an operator's wish.
+/// Time that the backup may take to answer an operator's wish.
 pub(crate) const PEER_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How long an address may still be in use by the daemon before this one, or not be this host's yet.
+/// Time for which an address may still be in use by the daemon before this one, or not be this
+/// host's yet.
 pub const ADDRESS_PATIENCE: Duration = Duration::from_secs(5);
 
 /// One running daemon. All calls block; call them off the async threads.
 pub struct Host {
     /// The configuration.
     pub(crate) config: HostConfig,
-    /// What this process keeps; none if it is the daemon.
+    /// VMs that this process keeps; none if it is the daemon.
     pub(crate) keeps: Option<Kept>,
     /// The daemon's hold on its state directory; none in a keeper.
     _state_dir: Option<StateDir>,
@@ -68,20 +70,22 @@ pub struct Host {
     /// The QEMU of which they are.
     pub(crate) installed: Installed,
     pub(crate) agent: PathBuf,
-    /// What speaks against protecting VMs on this kernel.
+    /// Reason that speaks against protecting VMs on this kernel.
     pub(crate) kernel_problem: Option<String>,
-    /// What this host's images are.
+    /// Records of what this host's images are.
     pub(crate) records: Records,
     pub(crate) vms: Common<BTreeMap<VmName, Vm>>,
     /// Whether the last machine of each name is still there, or on its way out.
     pub(crate) presences: Common<BTreeMap<VmName, Weak<()>>>,
-    /// Held while a VM is added, so that two cannot take one name.
+    /// Lock that is held while a VM is added, so that two cannot take one name.
     pub(crate) adding: Common<()>,
+    /// VMs that it is about to claim; changed under `adding`.
+    pub(crate) starting: Common<BTreeSet<VmName>>,
     /// VMs that it is about to back up; changed under `adding`.
     pub(crate) arrivals: Arrivals,
     /// Connections of hosts that are not known yet.
     pub(crate) lobby: Arc<Lobby>,
-    /// Held while a group's protection is set up. Not `adding`: two hosts that
+    /// Lock that is held while a group's protection is set up. Not `adding`: two hosts that
     /// protect to each other would wait for each other.
     pub(crate) protecting: Common<()>,
     /// Groups that this host backs up, or did, by the session of their leader.
@@ -92,21 +96,21 @@ pub struct Host {
     pub(crate) peers: Peers,
     /// The other hosts, as far as etcd knows them.
     pub(crate) members: Members,
-    /// What it does for snapshots and restores.
+    /// State of what it does for snapshots and restores.
     pub(crate) snapshots: Snapshots,
-    /// What resets this host when nobody looks after leases.
+    /// Watchdog that resets this host when nobody looks after leases.
     pub(crate) watchdog: Common<Option<Watchdog>>,
     /// Guests that outlived the last daemon.
     pub(crate) orphans: Orphans,
-    /// What is wrong with this host.
+    /// Problems of this host.
     pub(crate) troubles: Common<Troubles>,
     /// VMs that are to come up with this host.
     pub(crate) awaited: Awaited,
-    /// What happened.
+    /// Journal of what happened.
     pub(crate) events: Journal,
-    /// What is counted of its VMs.
+    /// Counters of its VMs.
     pub(crate) meters: Meters,
-    /// Where panics in threads of VMs are told.
+    /// Sender to which panics in threads of VMs are told.
     pub(crate) panics: Panics,
     /// Set for good when the daemon ends.
     pub(crate) closing: AtomicBool,
@@ -120,7 +124,8 @@ impl Host {
     /// Checks the machine, claims the state directory, listens for peers.
     pub fn start(config: HostConfig) -> Result<Arc<Host>, HostError> {
         // Whoever has the addresses and the state directory is this host's daemon: nothing is touched before.
-        let listeners = config.listen.iter().map(gate::bind).collect::<Result<Vec<_>, _>>()?;
+        let listeners =
+            config.listen.iter().map(address::bind_for_peers).collect::<Result<Vec<_>, _>>()?;
         let state_dir = StateDir::take(&config.state_dir, ADDRESS_PATIENCE)?;
         let host = Host::new(config, None, Some(state_dir))?;
         host.refuse_strangers()?;
@@ -141,6 +146,7 @@ impl Host {
         strangers::tell(&records, &host.config.name);
         lost::start(&host, &records).map_err(internal)?;
         orphans.into_iter().for_each(|orphan| host.take_back(orphan));
+        host.look_after_unread().map_err(internal)?;
         autostart::start(&host, records).map_err(internal)?;
         info!("host {} listens on {:?}", host.config.name, host.config.listen);
         Ok(host)
@@ -167,13 +173,13 @@ impl Host {
         door: Door,
     ) -> Result<Arc<Host>, HostError> {
         let host = Host::new(config, Some(Kept::new(group, door)), None)?;
-        keeper::rights::try_in_a_test();
+        keeper::rights::try_in_a_test(&host.config);
         host.look_after_itself()?;
         membership::look_on(&host);
         Ok(host)
     }
 
-    /// What daemon and keepers do alike, for as long as they live.
+    /// Starts what daemon and keepers do alike, for as long as they live.
     fn look_after_itself(self: &Arc<Self>) -> Result<(), HostError> {
         if let Some(tls) = &self.identity.tls {
             tls::renewal::start(Arc::downgrade(tls));
@@ -211,8 +217,10 @@ impl Host {
         let records = Records::new(&config.state_dir, &config.name);
         let arbiter = config.arbiter.as_ref().map(|kind| {
             let arbiter = Arbiter::new(kind, &config.name)?;
-            let is_new = keeps.is_none() && records.are_none()?;
-            arbiter.remembered_in(&config.state_dir, is_new)
+            match keeps {
+                Some(_) => arbiter.recalled_from(&config.state_dir),
+                None => arbiter.remembered_in(&config.state_dir, records.are_none()?),
+            }
         });
         let arbiter = arbiter
             .transpose()
@@ -233,6 +241,7 @@ impl Host {
             vms: Common::default(),
             presences: Common::default(),
             adding: Common::default(),
+            starting: Common::default(),
             arrivals: Arrivals::default(),
             lobby: Arc::default(),
             protecting: Common::default(),
@@ -268,7 +277,7 @@ impl Host {
 
     /// One VM's status.
     pub fn vm_status(&self, name: &VmName) -> Result<VmStatus, HostError> {
-        match self.status_between_keepers(name) {
+        match self.status_of_untold(name) {
             Some(status) => Ok(self.complete(status)),
             None => Ok(self.complete(self.vm(name)?.status())),
         }
@@ -289,18 +298,19 @@ impl Host {
         Ok(self.primary(name)?.timings())
     }
 
-    /// What its API is served with over the network, if its configuration wants that.
+    /// Configuration with which its API is served over the network, if its configuration wants
+    /// that.
     pub fn remote_api(&self) -> Option<(ApiConfig, ApiTls)> {
         let tls = self.identity.tls.clone()?;
         Some((self.config.api.clone()?, ApiTls::new(tls)))
     }
 
-    /// What has happened on this host.
+    /// Journal of what has happened on this host.
     pub fn events(&self) -> Journal {
         self.events.clone()
     }
 
-    /// What is counted of this host's VMs for a monitoring system.
+    /// Counters of this host's VMs for a monitoring system.
     pub fn meters(&self) -> Meters {
         self.meters.clone()
     }
@@ -314,7 +324,17 @@ impl Host {
             .chain(qemu)
             .chain(self.problems_of_cards())
             .chain(self.problems_of_the_lost())
+            .chain(self.problems_of_orphans())
+            .chain(self.problems_of_addresses())
             .collect()
+    }
+
+    /// Keepers have none.
+    fn problems_of_addresses(&self) -> Vec<String> {
+        match self.keeps {
+            Some(_) => Vec::new(),
+            None => address::problems(&self.config),
+        }
     }
 
     fn arbiter_problem(&self) -> Option<String> {
@@ -333,9 +353,9 @@ impl Host {
     pub fn status(&self) -> HostStatus {
         let known = self.vms.lock().clone();
         let vms = self.all_just_lost(&known).into_iter().chain(known.into_values());
-        let between = self.orphans.between_keepers();
+        let between = self.orphans.untold();
         let between = between.iter().filter(|vm| self.keeper_of(vm).is_none());
-        let between = between.filter_map(|vm| self.status_between_keepers(vm));
+        let between = between.filter_map(|vm| self.status_of_untold(vm));
         HostStatus {
             name: self.config.name.clone(),
             version: env!("CARGO_PKG_VERSION").to_owned(),

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use tracing::warn;
 use understudy_protocol::validity::{ArbiterWord, ImageRole};
 use understudy_protocol::{Generation, HostName, VmName};
-use understudy_qemu::VmDefinition;
+use understudy_qemu::{CheckedDefinition, VmDefinition};
 use understudy_replication::records::Record;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::{RecoverRequest, StartRequest, VmStatus};
@@ -19,7 +19,7 @@ impl Host {
     /// Starts a VM on the images of this definition, whoever it belongs to; not while a host that answers has it.
     pub fn vm_start_on_other_images(
         self: &Arc<Self>,
-        definition: &VmDefinition,
+        definition: &CheckedDefinition,
         request: StartRequest,
     ) -> Result<VmStatus, HostError> {
         let name = &definition.name;
@@ -50,7 +50,7 @@ impl Host {
         }
         let former = self.record(name)?;
         check_no_mirror(definition, former.as_ref())?;
-        drop(open_disks(definition, None)?);
+        drop(open_disks(definition, None, &name.below(&self.config.state_dir))?);
         let mut record = self.records.of(ImageRole::Stale, Generation(0), definition);
         record.peer = other_owner(&inquiry.arbiter, &self.config.name);
         self.vm_directory(name)?;

@@ -46,7 +46,7 @@ mod upgrade;
 mod vm;
 mod webhook;
 
-pub use gate::bind_soon;
+pub use gate::address::bind_soon;
 pub use host::{ADDRESS_PATIENCE, Host};
 pub use pulse::Pulse;
 pub use understudy_link::{pki, tls::ApiTls};

@@ -1,4 +1,4 @@
-//! What happens to VMs: they come and go, end by themselves, lose or keep their protection.
+//! Events of VMs: they come and go, end by themselves, lose or keep their protection.
 
 use crate::containment;
 use crate::host::{Host, PEER_TIMEOUT};
@@ -19,8 +19,8 @@ use understudy_report::events::EventKind;
 use understudy_session::primary::Event;
 use understudy_threads::{spawn, within};
 
-/// How long a machine that has ended may take to be taken apart: what is recorded of it goes to stable
-/// storage. A peer with an offer waits for longer.
+/// Time that a machine that has ended may take to be taken apart: what is recorded of it goes to
+/// stable storage. A peer with an offer waits for longer.
 const FORMER_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Has the backup, whose disks may be sound, go on with the guest that stands still, or tries the
@@ -291,8 +291,8 @@ impl Host {
         }
     }
 
-    /// Sole ownership may have come with a new generation. Recovery does without this
-    /// note if it has to.
+    /// Notes the generation: sole ownership may have come with a new generation. Recovery does
+    /// without this note if it has to.
     fn note_generation(&self, vm: &PrimaryVm) {
         if let Err(error) = self.note_generation_of(&vm.machine(), vm.generation()) {
             warn!(vm = %vm.name(), "{error}");
@@ -395,7 +395,7 @@ pub(crate) fn check_stays(vm: &PrimaryVm) -> Result<(), HostError> {
     Err(HostError::new(ErrorKind::Conflict, message))
 }
 
-/// Why commands about a VM are refused whose guest stands still.
+/// Reason why commands about a VM are refused whose guest stands still.
 pub(crate) fn stands_still(vm: &VmName, reason: &str) -> HostError {
     let message = format!("{vm} stands still on this host: {reason}");
     HostError::new(ErrorKind::Conflict, message)

@@ -12,7 +12,7 @@ use understudy_protocol::VmName;
 use understudy_protocol::validity::{ImageRole, may_start};
 use understudy_replication::records::Record;
 
-/// Between two looks at who has them by now.
+/// Time between two looks at who has them by now.
 const AGAIN: Duration = Duration::from_secs(10);
 
 /// Looks for them among what is on record, for as long as there are any.
@@ -60,7 +60,7 @@ impl Host {
         true
     }
 
-    /// Who has, or has had, the VM since it ran here, by the arbiter's word.
+    /// Host that has, or has had, the VM since it ran here, by the arbiter's word.
     fn had_since(&self, vm: &VmName) -> Option<String> {
         let owner = self.arbiter.as_ref()?.current(vm).ok()??;
         match &owner.host {
@@ -95,14 +95,14 @@ impl Host {
         record.is_ok_and(|record| record.is_none_or(|it| it.image.role != ImageRole::Active))
     }
 
-    /// What is wrong with the host for want of them.
+    /// Problems of the host for want of them.
     pub(crate) fn problems_of_the_lost(&self) -> Vec<String> {
         let lost = self.troubles.lock().lost.clone();
         let told = |vm: &VmName| Some(format!("{vm} {}", self.why_lost(vm)?));
         lost.iter().filter_map(told).collect()
     }
 
-    /// Why a VM is not here that this host ran, as the end of a sentence.
+    /// Reason why a VM is not here that this host ran, as the end of a sentence.
     pub(crate) fn why_lost(&self, vm: &VmName) -> Option<String> {
         (self.is_lost(vm) && !self.is_settled(vm)).then(|| what_to_do(vm))
     }

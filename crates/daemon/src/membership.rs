@@ -16,16 +16,16 @@ use understudy_arbiter::etcd::{Etcd, Lease};
 use understudy_protocol::HostName;
 use understudy_threads::Common;
 
-/// How often a host speaks up.
+/// Time after which a host speaks up again.
 const INTERVAL: Duration = Duration::from_secs(2);
-/// How long a silent host stays a member, in seconds.
+/// Time for which a silent host stays a member, in seconds.
 const LEASE_SECONDS: u64 = 7;
 const FOLDER: &str = "/hosts/";
 
-/// What a host says of itself.
+/// Report of a host on itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Member {
-    /// Where its peers reach it.
+    /// Addresses at which its peers reach it.
     pub addresses: Vec<SocketAddr>,
     /// Bytes of memory that it has to spare.
     pub free_memory: u64,

@@ -1,4 +1,4 @@
-//! Who goes first when the host's memory runs out.
+//! Choice of who goes first when the host's memory runs out.
 //!
 //! The kernel ends the process with the highest score. A QEMU that it ends costs one VM a
 //! take-over; the daemon, with its backups' memory, would cost all of them. So the daemon is the
@@ -7,7 +7,8 @@
 use std::fs;
 use tracing::warn;
 
-/// Not -1000, which exempts: when nothing else is left, a host without memory is worse.
+/// Score for the daemon; not -1000, which exempts: when nothing else is left, a host without memory
+/// is worse.
 const DAEMON_SCORE: &str = "-900";
 const FILE: &str = "/proc/self/oom_score_adj";
 

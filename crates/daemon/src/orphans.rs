@@ -6,7 +6,6 @@ use crate::host::Host;
 use crate::keeper;
 use crate::snapshot::RestoreNote;
 use crate::vm::{FencedVm, Vm};
-use anyhow::Context;
 use nix::poll::PollTimeout;
 use std::collections::BTreeMap;
 use std::fs;
@@ -25,20 +24,20 @@ use understudy_qemu::process::{self, has_ended};
 use understudy_report::{Protection, Role, VmStatus};
 use understudy_threads::Common;
 
-/// Before what failed is tried again: the arbiter, or the store, may answer later.
+/// Pause before what failed is tried again: the arbiter, or the store, may answer later.
 const AGAIN: Duration = Duration::from_secs(1);
-/// How often whoever waits for the end of an orphan looks.
+/// Time after which whoever waits for the end of an orphan looks again.
 const LOOK: Duration = Duration::from_millis(20);
 
 /// A guest that stands still.
 pub(crate) struct Orphan {
-    /// What is known of it.
+    /// Note on what is known of it.
     pub note: RestoreNote,
     /// All descriptors that its daemon had of it. QEMU's pidfd comes first.
     pub descriptors: Vec<OwnedFd>,
     /// Custodian that keeps it.
     pub custody: Custody,
-    /// Since when it stands still.
+    /// Time since which it stands still.
     pub since: Instant,
 }
 
@@ -59,17 +58,19 @@ pub(crate) struct Orphans(Arc<Common<BTreeMap<VmName, Waiting>>>);
 struct Waiting {
     why: String,
     of: Former,
-    /// True once nobody wants it any more.
+    /// Whether nobody wants it any more.
     given_up: bool,
 }
 
-/// Who had it.
+/// Former holder of a guest.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Former {
-    /// This host's last daemon.
+    /// Daemon that this host had last.
     Daemon,
     /// A keeper.
     Keeper,
+    /// A daemon that has left of it what this one cannot read.
+    Other,
 }
 
 /// A VM is between two keepers, until this is dropped.
@@ -92,7 +93,8 @@ impl Drop for Between {
 }
 
 impl Orphans {
-    /// Why a guest of that name stands still, as the end of a sentence; none if there is none.
+    /// Reason why a guest of that name stands still, as the end of a sentence; none if there is
+    /// none.
     pub fn why(&self, vm: &VmName) -> Option<String> {
         let orphans = self.0.lock();
         let Waiting { why, of, .. } = orphans.get(vm)?;
@@ -101,7 +103,20 @@ impl Orphans {
                 format!("outlived this host's last daemon, and is being taken back: {why}")
             }
             Former::Keeper => format!("stands still between two keepers: {why}"),
+            Former::Other => format!("outlived this host's last daemon, and stands still: {why}"),
         })
+    }
+
+    /// Those of which this daemon cannot read what there is.
+    fn unread(&self) -> Vec<VmName> {
+        let orphans = self.0.lock();
+        let unread = orphans.iter().filter(|(_, waiting)| waiting.of == Former::Other);
+        unread.map(|(vm, _)| vm.clone()).collect()
+    }
+
+    /// Those of which nobody else tells: between two keepers, or left by another version.
+    pub fn untold(&self) -> Vec<VmName> {
+        [self.between_keepers(), self.unread()].concat()
     }
 
     /// Those between two keepers.
@@ -171,11 +186,11 @@ impl Orphans {
     }
 }
 
-/// Why a guest was not taken back.
+/// Reason why a guest was not taken back.
 enum Failure {
-    /// It may be the next time.
+    /// Another try may succeed.
     Later(String),
-    /// It is not this host's any more, or has ended.
+    /// The guest is not this host's any more, or has ended.
     Lost(String),
 }
 
@@ -199,11 +214,71 @@ impl Host {
                     if error.downcast_ref().is_some_and(refused) {
                         // Its custodian has ended, and QEMU with it.
                         let _ = fs::remove_file(directory.join(OF_RESTORE));
+                    } else {
+                        self.leave_to_custodian(&directory, &error);
                     }
                 }
             }
         }
         orphans
+    }
+
+    /// A guest of which this version cannot read what there is stands still until one that can is started, or nobody
+    /// wants it.
+    fn leave_to_custodian(&self, directory: &Path, error: &anyhow::Error) {
+        let name = directory.file_name().and_then(|name| name.to_str());
+        let Some(vm) = name.and_then(|name| name.parse::<VmName>().ok()) else { return };
+        let why = format!(
+            "what is known of it cannot be read by this version of Understudy ({error:#}): start the one that left it, or \
+             end it with `understudy vm stop {vm} --force`"
+        );
+        self.orphans.insert(&vm, &why, Former::Other);
+    }
+
+    /// Ends those that are left to custodians if nobody wants them, and forgets them once they have ended.
+    pub(crate) fn look_after_unread(self: &Arc<Self>) -> io::Result<()> {
+        for vm in self.orphans.unread() {
+            let (host, name) = (Arc::downgrade(self), vm.clone());
+            let look = move || {
+                while let Some(host) = host.upgrade() {
+                    if host.has_left_custodian(&name) {
+                        return;
+                    }
+                    drop(host);
+                    thread::sleep(LOOK);
+                }
+            };
+            containment::spawn_for(self, &vm, "orphan", look)?;
+        }
+        Ok(())
+    }
+
+    fn has_left_custodian(&self, vm: &VmName) -> bool {
+        let socket = vm.below(&self.config.state_dir).join(OF_RESTORE);
+        if self.orphans.is_given_up(vm)
+            && let Err(error) = Custody::end(&socket)
+        {
+            warn!(%vm, "its custodian has ended already: {error:#}");
+        }
+        if socket.exists() && !self.orphans.is_given_up(vm) {
+            return false;
+        }
+        let generation = self.record(vm).ok().flatten().map(|record| record.image.generation);
+        self.end_dead_restore(vm);
+        if let (Some(arbiter), Some(generation)) = (&self.arbiter, generation)
+            && arbiter.owns(vm, generation) == Ok(true)
+            && let Err(error) = arbiter.release(vm, generation)
+        {
+            warn!(%vm, "{error}");
+        }
+        self.orphans.remove(vm);
+        true
+    }
+
+    /// What is wrong with the host for the sake of those that it cannot take back.
+    pub(crate) fn problems_of_orphans(&self) -> Vec<String> {
+        let told = |vm: &VmName| Some(format!("{vm} {}", self.orphans.why(vm)?));
+        self.orphans.unread().iter().filter_map(told).collect()
     }
 
     /// Whether a VM is between two keepers: either may be there, and the next may have the VM's place without having the
@@ -212,9 +287,9 @@ impl Host {
         self.orphans.between_keepers().contains(vm)
     }
 
-    /// The status of a VM that is between two keepers, and that none of them tells; none if it is not.
-    pub fn status_between_keepers(&self, vm: &VmName) -> Option<VmStatus> {
-        if !self.is_between_keepers(vm) {
+    /// The status of a VM that is between two keepers, or left by another version, of which nobody tells; none if it is not.
+    pub fn status_of_untold(&self, vm: &VmName) -> Option<VmStatus> {
+        if !self.orphans.untold().contains(vm) {
             return None;
         }
         let reason = format!("the guest {}", self.orphans.why(vm)?);
@@ -328,7 +403,13 @@ fn lost(how: &str) -> Failure {
 
 fn find(directory: &Path) -> anyhow::Result<Orphan> {
     let (custody, estate, descriptors) = Custody::of_another(&directory.join(OF_RESTORE))?;
-    let note = serde_json::from_value(estate.note).context("it is of another version")?;
+    let note = match serde_json::from_value(estate.note) {
+        Ok(note) => note,
+        Err(error) => {
+            custody.leave();
+            return Err(anyhow::Error::from(error).context("it is of another version"));
+        }
+    };
     let still = Duration::from_millis(estate.still_ms);
     let since = Instant::now().checked_sub(still).unwrap_or_else(Instant::now);
     Ok(Orphan { note, descriptors, custody, since })

@@ -13,7 +13,7 @@ use tracing::{info, warn};
 use understudy_protocol::HostName;
 use understudy_threads::Common;
 
-/// Between two looks at the file.
+/// Time between two looks at the file.
 const INTERVAL: Duration = Duration::from_secs(2);
 
 /// The configured peers as they are now.
@@ -23,12 +23,12 @@ pub struct Peers(Common<Known>);
 #[derive(Debug)]
 struct Known {
     by_name: BTreeMap<HostName, Vec<SocketAddr>>,
-    /// Why the changed file is not used.
+    /// Reason why the changed file is not used.
     problem: Option<String>,
 }
 
 impl Peers {
-    /// Those that the daemon starts with.
+    /// Peers that the daemon starts with.
     pub fn of(config: &HostConfig) -> Peers {
         Peers(Common::new(Known { by_name: config.peers.clone(), problem: None }))
     }
@@ -38,7 +38,7 @@ impl Peers {
         self.0.lock().by_name.clone()
     }
 
-    /// What the operator should see to; for people.
+    /// Problem that the operator should see to; for people.
     pub fn problem(&self) -> Option<String> {
         self.0.lock().problem.clone()
     }

@@ -1,5 +1,5 @@
-//! What `understudy doctor` asks other hosts and the arbiter: as the daemon would, and without a
-//! trace in anybody's log.
+//! Questions of `understudy doctor` to other hosts and the arbiter: as the daemon would, and
+//! without a trace in anybody's log.
 
 use crate::config::{ArbiterConfig, HostConfig};
 use crate::host::{Host, identify};
@@ -23,7 +23,7 @@ use understudy_report::upgrade::Versions;
 
 pub use understudy_machine::cgroup::{Controller, probe as control_groups};
 
-/// What a host says of itself.
+/// Answer of a host on itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProbeAnswer {
     /// Its name.
@@ -57,7 +57,7 @@ impl ProbeAnswer {
     }
 }
 
-/// Why a peer could not be asked.
+/// Reason why a peer could not be asked.
 #[derive(Debug)]
 pub enum ProbeError {
     /// No answer at its address: it may not run yet.

@@ -75,7 +75,7 @@ impl Host {
         self.begin_alone(vm, request)
     }
 
-    /// How a VM whose protection was lost is to be protected by now.
+    /// Wish for how a VM whose protection was lost is to be protected by now.
     pub(crate) fn still_wanted(&self, vm: &PrimaryVm) -> Result<Wish, HostError> {
         vm.repairer.wish().filter(|_| !self.is_powering_off()).ok_or_else(|| {
             HostError::new(ErrorKind::Conflict, "nobody wants it protected any more".to_owned())
@@ -181,7 +181,7 @@ impl Host {
         Ok(Vm::Primary(vm.clone()).status())
     }
 
-    /// Planned fail-over: hands the VM, and its group, to the backup without losing anything.
+    /// Hands the VM, and its group, to the backup (planned fail-over) without losing anything.
     /// Returns when the backup runs it.
     pub fn failover(&self, name: &VmName) -> Result<(), HostError> {
         let vm = self.going_primary(name)?;
@@ -253,7 +253,7 @@ impl Host {
 
     pub(crate) fn plan_protection(
         self: &Arc<Self>,
-        vm: &PrimaryVm,
+        vm: &Arc<PrimaryVm>,
         request: &ProtectRequest,
     ) -> Result<primary::Plan, HostError> {
         let invalid = |message: String| Err(HostError::new(ErrorKind::Invalid, message));
@@ -303,6 +303,7 @@ impl Host {
             qemu_timeout: self.config.detection.qemu,
             arbiter,
             ask_winner: hand_back::asking(self),
+            tell_sick: repair::hearing_of_sick(self, vm),
             qemu: self.release_of(&machine),
             session: resync::fresh_session(&self.config.name, &definition.name)
                 .map_err(internal)?,

@@ -3,7 +3,7 @@
 use crate::host::Host;
 use crate::vm::Vm;
 
-/// What a living daemon has.
+/// Counts of what a living daemon has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pulse {
     /// VMs that run on this host.

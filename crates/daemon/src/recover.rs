@@ -24,19 +24,23 @@ use understudy_replication::handshake::Purpose;
 use understudy_replication::records::Record;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::{RecoverReport, RecoverRequest};
+use understudy_session::hand_back::may_go_on;
 use understudy_snapshot::SnapshotNumber;
 
 pub(crate) use inquiry::Inquiry;
 
-/// What a host answers when it is asked about its images of a VM.
+/// Answer of a host when it is asked about its images of a VM.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ImagesAnswer {
     /// The host.
     pub host: HostName,
     /// Its record, if it has images.
     pub record: Option<Record>,
-    /// What it does with the VM at this moment, if anything.
+    /// Work that it does on the VM at this moment, if anything.
     pub busy: Option<String>,
+    /// Whether it keeps a guest of it that it has lost, and goes on with once the VM is its own again.
+    #[serde(default)]
+    pub keeps: bool,
     /// Bytes of the VM's memory, if it runs there.
     #[serde(default)]
     pub runs: Option<u64>,
@@ -45,7 +49,7 @@ pub struct ImagesAnswer {
     pub snapshots: BTreeMap<GroupName, SnapshotNumber>,
 }
 
-/// What is to be started here.
+/// Images that are to be started here.
 pub(crate) struct Recovery {
     report: RecoverReport,
     pub(crate) record: Record,
@@ -56,18 +60,25 @@ pub(crate) struct Recovery {
 }
 
 impl Host {
-    /// What this host says of its images of a VM.
+    /// Answer of this host on its images of a VM.
     pub(crate) fn images_answer(&self, vm: &VmName) -> Result<ImagesAnswer, HostError> {
         let mut runs = None;
+        // In this order: what is started is in one of them at any moment.
+        let starts = self.starting.lock().contains(vm);
         let present = self.vms.lock().get(vm).cloned();
+        let mut keeps = false;
         let mut busy = match present {
-            // A copy that is kept runs nothing.
-            Some(Vm::Primary(vm)) if vm.kept().is_some() => None,
+            // A copy that is kept runs nothing, yet.
+            Some(Vm::Primary(vm)) if vm.kept().is_some() => {
+                keeps = true;
+                None
+            }
             Some(Vm::Primary(vm)) if vm.machine().is_alive() => {
                 runs = Some(vm.machine().definition().memory.bytes());
                 Some("runs it".to_owned())
             }
             Some(Vm::Backup(session)) => Some(session.describe()),
+            _ if starts => Some("is about to start it".to_owned()),
             _ => self.orphans.why(vm).map(|why| format!("has a QEMU of it, which {why}")),
         };
         let (host, record) = (self.config.name.clone(), self.record(vm)?);
@@ -77,10 +88,11 @@ impl Host {
             runs = record.as_ref().filter(ran).map(|record| record.definition.memory.bytes());
             busy = Some("has a keeper of it".to_owned());
         }
-        Ok(ImagesAnswer { host, record, busy, runs, snapshots: self.snapshots.last_numbers() })
+        let snapshots = self.snapshots.last_numbers();
+        Ok(ImagesAnswer { host, record, busy, keeps, runs, snapshots })
     }
 
-    /// This host's record of a VM.
+    /// Record that this host has of a VM.
     pub(crate) fn record(&self, vm: &VmName) -> Result<Option<Record>, HostError> {
         self.records
             .read(vm)
@@ -126,7 +138,7 @@ impl Host {
         self.drop_kept(name, "`recover` has another image")?;
         self.check_free(&record.definition)?;
         let definition = record.definition.clone();
-        let lease = awaited.and_then(|awaited| awaited.lease);
+        let lease = awaited.map(|awaited| awaited.lease).unwrap_or_default();
         let past = Past::of(Some(record), newest).insisted(insisted).after(lease).wanting(wish);
         report.status = Some(self.boot(definition, past)?);
         Ok(report)
@@ -142,7 +154,7 @@ impl Host {
         Ok(inquiry)
     }
 
-    /// What is to be started here by all that was answered; an error if nothing is.
+    /// Recovery that follows here from all that was answered; an error if nothing is.
     pub(crate) fn recovery(
         &self,
         name: &VmName,
@@ -238,8 +250,10 @@ impl Host {
         Ok(Some(Awaited { contender, lease }))
     }
 
-    /// Asks this host, every peer at the same time, and the arbiter.
+    /// Asks the arbiter, this host, and every peer at the same time. The arbiter comes first: whoever claims the VM after
+    /// its word is in the way of a claim from the generation that it names, and who has done so before says so.
     pub(crate) fn inquire(&self, name: &VmName) -> Result<Inquiry, HostError> {
+        let arbiter = self.ask_arbiter(name);
         let mut answers = vec![self.images_answer(name)?];
         let mut silent = Vec::new();
         let known = self.known_hosts();
@@ -258,8 +272,7 @@ impl Host {
                 Err(error) => silent.push((peer, format!("{error:#}"))),
             }
         }
-        let (arbiter, arbiter_words) = self.ask_arbiter(name);
-        Ok(Inquiry { answers, silent, arbiter, arbiter_words })
+        Ok(Inquiry::new(arbiter, answers, silent))
     }
 
     fn ask(
@@ -277,32 +290,40 @@ impl Host {
 
     /// The owner of a VM, by the word of a host whose guest ran it.
     pub(crate) fn owner_by_its_own_word(&self, host: &HostName, vm: &VmName) -> Option<Ownership> {
-        let addresses = self.known_hosts().remove(host)?;
-        let answer = self.ask(host, &addresses, vm).ok()?;
+        let answer = self.ask_one(host, vm)?;
         let image = answer.record?.image;
         let ran = image.ran_at()?;
         Some(Ownership { host: Some(host.to_owned()), generation: ran })
     }
 
-    /// What the owner of a VM, by the arbiter's word, does with it.
+    /// Word of a VM's owner, as the arbiter names it, on what it does with the VM.
     pub(crate) fn ask_owner(&self, vm: &VmName) -> OwnersWord {
-        let (owner, generation) = match self.ask_arbiter(vm) {
+        let record = match self.ask_arbiter(vm) {
             (ArbiterWord::Silent, why) if self.arbiter.is_some() => {
                 return OwnersWord::Unknown(why);
             }
-            (ArbiterWord::Says(Some(Ownership { host: Some(owner), generation })), _)
-                if owner != self.config.name =>
-            {
-                (owner, generation)
-            }
-            _ => return OwnersWord::Idle(None),
+            (ArbiterWord::Silent, _) => None,
+            (ArbiterWord::Says(record), _) => record,
         };
-        let addresses = self.known_hosts().remove(&owner);
-        match addresses.map(|addresses| self.ask(&owner, &addresses, vm)) {
-            Some(Ok(ImagesAnswer { busy: Some(busy), .. })) => OwnersWord::Busy(owner, busy),
-            Some(Ok(_)) => OwnersWord::Idle(Some(owner)),
-            Some(Err(_)) | None => OwnersWord::Silent(owner, generation),
+        let (owner, generation) = match &record {
+            Some(Ownership { host: Some(owner), generation }) if *owner != self.config.name => {
+                (owner.clone(), *generation)
+            }
+            _ => return OwnersWord::Idle(record),
+        };
+        match self.ask_one(&owner, vm) {
+            Some(answer) => match answer.busy_by(record.as_ref()) {
+                Some(busy) => OwnersWord::Busy(owner, busy),
+                None => OwnersWord::Idle(record),
+            },
+            None => OwnersWord::Silent(owner, generation),
         }
+    }
+
+    /// What another host says of a VM; none if it does not answer, or is not known here.
+    pub(crate) fn ask_one(&self, host: &HostName, vm: &VmName) -> Option<ImagesAnswer> {
+        let addresses = self.known_hosts().remove(host)?;
+        self.ask(host, &addresses, vm).ok()
     }
 
     fn ask_arbiter(&self, name: &VmName) -> (ArbiterWord, String) {
@@ -325,15 +346,25 @@ impl Host {
     }
 }
 
+impl ImagesAnswer {
+    /// What the host does with the VM, if the arbiter says this of it now.
+    fn busy_by(&self, now: Option<&Ownership>) -> Option<String> {
+        let goes_on = self.keeps && may_go_on(&self.host, now);
+        let words =
+            || "keeps its guest, has been given the VM back, and goes on with it".to_owned();
+        self.busy.clone().or_else(|| goes_on.then(words))
+    }
+}
+
 /// What another host, which owns a VM, does with it.
 pub(crate) enum OwnersWord {
-    /// Nothing; none if nobody owns it, or this host does, or there is no arbiter.
-    Idle(Option<HostName>),
+    /// Nothing; or nobody owns it, or this host does. What the arbiter has on record, if anything, and there is one.
+    Idle(Option<Ownership>),
     /// This.
     Busy(HostName, String),
-    /// It does not answer, and owns it at this generation.
+    /// The owner does not answer, and owns it at this generation.
     Silent(HostName, Generation),
-    /// Who owns it the arbiter does not say, for this reason.
+    /// Owner that the arbiter does not name, for this reason.
     Unknown(String),
 }
 

@@ -16,17 +16,19 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tracing::{error, info};
 use understudy_protocol::repair::{Repair, RepairAction, RepairEvent, RepairPhase};
-use understudy_protocol::{Time, VmName};
+use understudy_protocol::{HostName, Time, VmName};
 use understudy_qemu::CpuNeeds;
 use understudy_replication::clock;
 use understudy_replication::membership::GroupMembers;
 use understudy_replication::moments::strike;
+use understudy_replication::primary::TellSick;
 use understudy_report::ProtectRequest;
 use understudy_report::events::{EventKind, VmEvents};
+use understudy_session::primary::Event;
 use understudy_threads::{Mutex, spawn};
 use understudy_threads::{lock, within};
 
-/// How often a synchronisation is looked at.
+/// Time between two looks at a synchronisation.
 const SYNC_INTERVAL: Duration = Duration::from_millis(100);
 /// A next try that is so near is worth waiting for.
 const SOON: Duration = Duration::from_secs(5);
@@ -35,17 +37,17 @@ const HEALTHY: Duration = Duration::from_secs(600);
 /// The thread looks up at least this often: its VM may have gone.
 const LONGEST_SLEEP: Duration = Duration::from_secs(2);
 
-/// How a VM is to be protected, as its operator wants it.
+/// Wish for how a VM is to be protected, as its operator wants it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Wish {
-    /// How.
+    /// Request with which it is to be protected.
     pub request: ProtectRequest,
-    /// With which others, if not by itself.
+    /// Group with whose VMs it is protected, if not by itself.
     pub group: Option<GroupMembers>,
 }
 
 impl Wish {
-    /// Of a VM by itself.
+    /// Wish for a VM by itself.
     pub fn alone(request: ProtectRequest) -> Wish {
         Wish { request, group: None }
     }
@@ -72,7 +74,7 @@ struct State {
     wish: Option<Wish>,
     /// The end of the last wait that the log knows of.
     logged: Option<Time>,
-    /// How often in a row a backup diverged, and when last.
+    /// Number of times in a row that a backup diverged, and when last.
     divergences: (u32, Time),
     /// Whether there is a thread that sees to it.
     has_thread: bool,
@@ -91,7 +93,7 @@ impl Repairer {
         }
     }
 
-    /// How the VM should be protected; none if it should not.
+    /// Wish for how the VM should be protected; none if it should not.
     pub fn wish(&self) -> Option<Wish> {
         lock(&self.state).wish.clone()
     }
@@ -113,6 +115,15 @@ impl Repairer {
             self.tell(RepairEvent::Lost(reason.to_owned()));
         }
         true
+    }
+
+    /// The backup has not been able to take over for long; whether another one is to be looked for.
+    fn sick(&self, peer: &HostName, reason: &str) -> bool {
+        let wanted = self.wanted().is_some_and(|wish| wish.followed_by(&self.vm).is_none());
+        if wanted {
+            self.tell(RepairEvent::Sick(peer.clone(), reason.to_owned()));
+        }
+        wanted
     }
 
     /// What is to be restored, if anything is.
@@ -149,7 +160,7 @@ impl Repairer {
         let _ = self.events.send(event);
     }
 
-    /// What is being done about lost protection, for people.
+    /// Words on what is being done about lost protection, for people.
     pub fn describe(&self) -> Option<String> {
         if let Some(wish) = self.wanted()
             && let Some(group) = wish.followed_by(&self.vm)
@@ -159,7 +170,7 @@ impl Repairer {
         }
         let core = &lock(&self.state).core;
         let detail = match core.phase() {
-            RepairPhase::Idle => return None,
+            RepairPhase::Idle | RepairPhase::Replacing(_) => return None,
             RepairPhase::Surveying => "asking the hosts".to_owned(),
             RepairPhase::Attempting(host) => format!("trying {host}"),
             RepairPhase::Waiting(until) => {
@@ -203,6 +214,7 @@ impl Repairer {
         own && match lock(&self.state).core.phase() {
             // It is wanted, and not protected: the loss is about to be heard of.
             RepairPhase::Idle | RepairPhase::Surveying | RepairPhase::Attempting(_) => true,
+            RepairPhase::Replacing(_) => false,
             RepairPhase::Waiting(until) => *until - clock::now() < SOON,
         }
     }
@@ -235,6 +247,17 @@ pub(crate) fn restore(host: &Arc<Host>, vm: &Arc<PrimaryVm>, reason: &str) -> bo
     wanted
 }
 
+/// What hears of a VM's backup that has not been able to take over for long. It waits for nothing.
+pub(crate) fn hearing_of_sick(host: &Arc<Host>, vm: &Arc<PrimaryVm>) -> TellSick {
+    let (host, vm) = (Arc::downgrade(host), Arc::downgrade(vm));
+    Box::new(move |peer, reason| {
+        let (Some(host), Some(vm)) = (host.upgrade(), vm.upgrade()) else { return };
+        if vm.repairer.sick(peer, reason) {
+            start(&host, &vm);
+        }
+    })
+}
+
 /// Sees to a VM's protection until it is protected, unless somebody does.
 pub(crate) fn start(host: &Arc<Host>, vm: &Arc<PrimaryVm>) {
     if std::mem::replace(&mut lock(&vm.repairer.state).has_thread, true) {
@@ -252,7 +275,7 @@ pub(crate) fn start(host: &Arc<Host>, vm: &Arc<PrimaryVm>) {
     }
 }
 
-/// Never holds the VM while it waits or asks other hosts.
+/// Watches a VM; never holds it while it waits or asks other hosts.
 fn watch(host: &Weak<Host>, vm: &Weak<PrimaryVm>, inbox: &Receiver<RepairEvent>) {
     loop {
         let Some(sleep) = vm.upgrade().map(|vm| vm.repairer.sleep()) else { return };
@@ -293,6 +316,7 @@ fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, event: RepairEvent) -> Option
                     let found = host.survey(&name, &needs);
                     events.push_back(RepairEvent::Surveyed(found));
                 }
+                RepairAction::Replace(reason) => host.give_backup_up(&*weak.upgrade()?, reason),
                 RepairAction::Attempt(to) => {
                     info!(vm = %name, "looking for a backup: trying host {to}");
                     if let Err(error) = host.protect_again(&weak.upgrade()?, &to) {
@@ -304,6 +328,20 @@ fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, event: RepairEvent) -> Option
         }
     }
     Some(())
+}
+
+impl Host {
+    /// Has a VM give up its backup, which lives, if the arbiter would let this host go on alone.
+    fn give_backup_up(&self, vm: &PrimaryVm, reason: String) {
+        let owns = self.arbiter.as_ref().map(|arbiter| arbiter.owns(vm.name(), vm.generation()));
+        match (owns, vm.active_session()) {
+            (Some(Ok(true)), Some(session)) => {
+                info!(vm = %vm.name(), "its backup is given up: {reason}");
+                session.event(Event::Replace(reason));
+            }
+            (owns, _) => info!(vm = %vm.name(), "its backup stays; the arbiter: {owns:?}"),
+        }
+    }
 }
 
 /// What a host must have to back the VM up, and its group. What else speaks against one of its

@@ -16,23 +16,23 @@ use understudy_replication::handshake::{FileOffer, FileRole, Offer};
 use understudy_replication::primary::EPOCH_DISK_BYTES;
 use understudy_report::error::{ErrorKind, HostError};
 
-/// What a VM takes beside the guest's memory: QEMU, the daemon's queues (32 MiB), and what the
-/// guest writes to its disks in one epoch, which a backup keeps until that is whole.
+/// Bytes that a VM takes beside the guest's memory: QEMU, the daemon's queues (32 MiB), and what
+/// the guest writes to its disks in one epoch, which a backup keeps until that is whole.
 const BESIDE_BYTES: u64 = (96 << 20) + EPOCH_DISK_BYTES;
 
-/// What a backup keeps beside a VM's mirrors, roughly: records, logs, lists of changes.
+/// Bytes that a backup keeps beside a VM's mirrors, roughly: records, logs, lists of changes.
 const BESIDE_DISKS_BYTES: u64 = 16 * MIB;
 
 const MIB: u64 = 1 << 20;
 
-/// What the VMs on a host take, and what is left.
+/// Memory that the VMs on a host take, and what is left.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Room {
     /// VMs and backups.
     vms: usize,
     /// Bytes that they may take.
     promised: u64,
-    /// Of these, bytes that they have not taken yet.
+    /// Bytes of these that they have not taken yet.
     untaken: u64,
     /// Bytes that the system has left.
     available: u64,
@@ -148,12 +148,12 @@ fn used_by(offer: &Offer) -> u64 {
     sum(offer.disk_used.iter().copied().chain(boot_files))
 }
 
-/// Of sizes that a peer names.
+/// Sum of sizes that a peer names.
 fn sum(bytes: impl Iterator<Item = u64>) -> u64 {
     bytes.fold(0, u64::saturating_add)
 }
 
-/// What the disks of a VM take, and what is left for them.
+/// Space that the disks of a VM take, and what is left for them.
 #[derive(Clone, Copy, Debug)]
 struct DiskSpace {
     /// Bytes that they take now, with the files to boot from.
@@ -165,7 +165,7 @@ struct DiskSpace {
 }
 
 impl DiskSpace {
-    /// Why they do not fit, for people.
+    /// Reason why they do not fit, for people.
     fn refusal(&self, host: &str, directory: &Path) -> Option<String> {
         let needed = self.used.saturating_add(BESIDE_DISKS_BYTES);
         (needed > self.free).then(|| {
@@ -201,7 +201,7 @@ impl Room {
         self.limit.map_or(free, |limit| free.min(limit.saturating_sub(self.promised)))
     }
 
-    /// Why a guest of so many bytes does not fit, for people.
+    /// Reason why a guest of so many bytes does not fit, for people.
     fn refusal(&self, bytes: u64, host: &str) -> Option<String> {
         let Room { vms, promised, untaken, available, limit } = *self;
         let needed = bytes.saturating_add(BESIDE_BYTES);

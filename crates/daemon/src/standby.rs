@@ -163,7 +163,8 @@ fn group_of(
     found.map(|group| (group, place)).context("the group's protection has ended meanwhile")
 }
 
-/// New mirrors, or this host's images as they are, which from now on are not what they were.
+/// Makes new mirrors, or takes this host's images as they are, which from now on are not what they
+/// were.
 fn make_mirrors(
     host: &Host,
     offer: &Offer,
@@ -242,7 +243,7 @@ fn end(
     }
 }
 
-/// How a VM came to this host, and where from.
+/// Event that tells how a VM came to this host, and where from.
 fn came_how(former: &HostName, reason: &str, phases: TakeoverReport) -> EventKind {
     match phases.planned {
         true => EventKind::CameOver { from: former.clone(), phases },

@@ -16,7 +16,7 @@ use understudy_report::error::{ErrorKind, HostError};
 
 /// No VM's name has a dot.
 const FILE: &str = "daemon.lock";
-/// Between two tries, while the last daemon ends.
+/// Pause between two tries, while the last daemon ends.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// A daemon's hold on its state directory, until this is dropped or the process ends.
@@ -55,7 +55,7 @@ impl StateDir {
     }
 }
 
-/// Who has the lock, for people, as far as it has said so.
+/// Holder of the lock, for people, as far as it has said so.
 fn holder(lock: &mut File) -> String {
     let mut said = String::new();
     let process = lock.read_to_string(&mut said).ok().and_then(|_| said.trim().parse().ok());

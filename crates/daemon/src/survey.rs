@@ -1,4 +1,4 @@
-//! Which host could back a VM up, and how well: asked of every known host over
+//! Survey of the hosts that could back a VM up, and how well: asked of every known host over
 //! the link between hosts, all at the same time.
 
 use crate::containment;
@@ -20,12 +20,12 @@ use understudy_qemu::definition::CardDefinition;
 use understudy_qemu::{Capabilities, CpuNeeds};
 use understudy_replication::handshake::Purpose;
 
-/// For a host to answer: one that is down must not hold up the choice of another.
+/// Time for a host to answer: one that is down must not hold up the choice of another.
 const PATIENCE: Duration = Duration::from_millis(1_500);
-/// At most so many hosts beside the configured peers are asked, the roomiest.
+/// Most hosts that beside the configured peers are asked, the roomiest.
 const MOST_MEMBERS: usize = 16;
 
-/// What a host answers.
+/// Answer of a host.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SurveyAnswer {
     /// The host.
@@ -36,25 +36,25 @@ pub struct SurveyAnswer {
     pub load_percent: u32,
     /// VMs that it runs or backs up.
     pub vms: u32,
-    /// What it shares its fate with.
+    /// Zone that shares its fate.
     pub zone: Option<String>,
-    /// Why it cannot take the VM, if it cannot.
+    /// Reason why it cannot take the VM, if it cannot.
     pub refuses: Option<String>,
 }
 
-/// What a VM needs of a host.
+/// Needs of a VM that a host must meet.
 #[derive(Clone, Debug)]
 pub(crate) struct Needs {
     /// Bytes of memory.
     pub memory: u64,
-    /// Of its processor.
+    /// Needs of its processor.
     pub cpu: CpuNeeds,
     /// Bridges for these.
     pub cards: Vec<CardDefinition>,
 }
 
 impl Host {
-    /// What this host says when it is asked whether it could back `vm` up.
+    /// Answer of this host when it is asked whether it could back `vm` up.
     pub(crate) fn survey_answer(&self, vm: &VmName, needs: &Needs) -> SurveyAnswer {
         let vms = (self.vms.lock().len() + self.keepers().len()) as u32;
         SurveyAnswer {

@@ -1,4 +1,4 @@
-//! Turning a protected VM from checkpoints to lockstep, or back: what two hosts say about it.
+//! Turn of a protected VM from checkpoints to lockstep, or back: what two hosts say about it.
 //!
 //! The turn is an epoch like others, a checkpoint at whose end the log begins or with which it
 //! ends. So at each moment the backup can go live from the last epoch that it acknowledged, by
@@ -57,7 +57,7 @@ impl Host {
         Ok(())
     }
 
-    /// What is asked for from then on, if nothing speaks against it.
+    /// Checks a turn; returns what is asked for from then on, if nothing speaks against it.
     fn check_turn(
         &self,
         vm: &PrimaryVm,
@@ -124,7 +124,7 @@ impl Host {
     }
 }
 
-/// For people, of protection.
+/// Words for people on protection.
 fn described(mode: Mode) -> &'static str {
     match mode {
         Mode::Checkpoint => "with checkpoints",

@@ -1,4 +1,4 @@
-//! What becomes of this host's VMs when its daemon is restarted for an upgrade, as `closing` will treat
+//! Fate of this host's VMs when its daemon is restarted for an upgrade, as `closing` will treat
 //! them and `autostart` will find them.
 
 use crate::autostart;
@@ -22,11 +22,11 @@ use understudy_report::upgrade::{
 };
 use understudy_report::{Protection, Role, VmStatus};
 
-/// For a host to say what it is.
+/// Time for a host to say what it is.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 impl Host {
-    /// What an upgrade of this host would do now.
+    /// Plan of what an upgrade of this host would do now.
     pub fn upgrade_plan(self: &Arc<Self>) -> UpgradePlan {
         let running = self.versions();
         let peers = self.upgrade_peers(&running);
@@ -70,7 +70,7 @@ impl Host {
         })
     }
 
-    /// What this daemon is.
+    /// Versions of this daemon.
     pub(crate) fn versions(&self) -> Versions {
         let Release { version, layout } = self.capabilities.release();
         Versions {
@@ -100,7 +100,8 @@ impl Host {
     }
 }
 
-/// What a keeper runs, and whether it could be replaced, if it is not what this daemon runs.
+/// Program that a keeper runs, and whether it could be replaced, if it is not what this daemon
+/// runs.
 fn program_of(keeper: &Keeper) -> Option<KeeperProgram> {
     let pid = keeper.pid?;
     let file = |process: &str| {
@@ -143,7 +144,7 @@ fn release(versions: &Versions) -> Option<Release> {
     Some(Release { version, layout: versions.qemu_layout.clone().map(StateLayout::from) })
 }
 
-/// What is known of a VM beside its status.
+/// Facts that are known of a VM beside its status.
 struct Facts {
     comes_up_again: bool,
     being_loaded: bool,

@@ -18,14 +18,14 @@ use understudy_report::{CheckpointTiming, Protection, Role, TakeoverReport, VmSt
 use understudy_session::primary::Event;
 use understudy_threads::{Mutex, lock};
 
-/// What this host is to a VM.
+/// Role of this host for a VM.
 #[derive(Clone)]
 pub enum Vm {
     /// Runs it.
     Primary(Arc<PrimaryVm>),
     /// Stands by for it.
     Backup(Arc<backup::Session>),
-    /// Lost it; nothing of it is left but the name.
+    /// The host lost it; nothing of it is left but the name.
     Fenced(Arc<FencedVm>),
 }
 
@@ -36,7 +36,7 @@ pub struct PrimaryVm {
     pub events: VmEvents,
     /// Restores its protection.
     pub repairer: Repairer,
-    /// Held while protection is set up or ended.
+    /// Lock that is held while protection is set up or ended.
     pub protecting: Mutex<()>,
     /// Its lease.
     pub(crate) tenure: Tenure,
@@ -52,14 +52,14 @@ pub struct PrimaryVm {
 struct PrimaryState {
     /// Another one after a succession.
     machine: Arc<Machine>,
-    /// How it came to this host, if by a take-over.
+    /// Report on how it came to this host, if by a take-over.
     takeover: Option<TakeoverReport>,
     /// The restore of a snapshot that it comes from.
     restore: Option<String>,
     generation: Generation,
     /// The last protection session, also after its end.
     session: Option<Arc<primary::Session>>,
-    /// Why a VM that should be protected is not; none if nobody asked.
+    /// Reason why a VM that should be protected is not; none if nobody asked.
     degraded: Option<String>,
     /// Whether it was degraded when the last session began.
     restoring: bool,
@@ -73,7 +73,7 @@ pub struct FencedVm {
     pub name: VmName,
     /// The last generation at which this host owned it.
     pub generation: Generation,
-    /// Why it lost it.
+    /// Reason why it lost it.
     pub reason: String,
 }
 
@@ -120,12 +120,12 @@ impl PrimaryVm {
         lock(&self.state).machine.clone()
     }
 
-    /// It is being left to the next keeper from now on; false if it is already.
+    /// Begins to leave it to the next keeper; false if it is already.
     pub(crate) fn begin_leaving(&self) -> bool {
         !self.is_leaving.swap(true, Ordering::AcqRel)
     }
 
-    /// It is not left any more.
+    /// Notes that it is not left any more.
     pub(crate) fn stay(&self) {
         self.is_leaving.store(false, Ordering::Release);
     }
@@ -160,7 +160,8 @@ impl PrimaryVm {
         lock(&self.state).restore.clone()
     }
 
-    /// Why this copy only stands still, if another host has won the VM and may not run it yet.
+    /// Reason why this copy only stands still, if another host has won the VM and may not run it
+    /// yet.
     pub fn kept(&self) -> Option<String> {
         match self.active_session()?.phase() {
             PrimaryPhase::Frozen(reason) => Some(reason),
@@ -196,7 +197,7 @@ impl PrimaryVm {
         self.session().filter(|session| !matches!(session.phase(), PrimaryPhase::Alone(_)))
     }
 
-    /// Where that session stands, as of its last event. Waits for no session.
+    /// Stance of that session, as of its last event. Waits for no session.
     pub(crate) fn stance(&self) -> Option<Stance> {
         self.session().map(|session| session.stance()).filter(|stance| !stance.is_alone)
     }

@@ -3,7 +3,7 @@
 //! A receiver may get an event twice (its answer was lost), and knows it by its number. One that does not answer is asked
 //! again, later each time; what the log does not keep for so long is lost to it, which is said.
 
-use crate::config::WebhookUrl;
+use crate::config::{self, WebhookUrl};
 use crate::host::Host;
 use serde::Serialize;
 use std::sync::Arc;
@@ -12,16 +12,18 @@ use std::time::Duration;
 use tracing::{info, warn};
 use understudy_protocol::HostName;
 use understudy_report::events::{Event, Journal};
-use ureq::Agent;
+use ureq::http::Response;
+use ureq::http::header::LOCATION;
+use ureq::{Agent, Body};
 
-/// For the receiver to answer.
+/// Time for the receiver to answer.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// Before the next try, doubled each time: the first and the longest wait.
+/// Pauses before the next try, doubled each time: the first and the longest wait.
 const WAITS: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(60)];
-/// Between two looks for new events.
+/// Time between two looks for new events.
 const LOOK: Duration = Duration::from_millis(250);
 
-/// What is posted.
+/// Content that is posted.
 #[derive(Serialize)]
 struct Post<'a> {
     host: &'a HostName,
@@ -29,14 +31,14 @@ struct Post<'a> {
     event: &'a Event,
 }
 
-/// What became of a post.
+/// Outcome of a post.
 #[derive(Debug, PartialEq, Eq)]
 enum Answer {
     /// The receiver has the event.
     Taken,
-    /// It never will.
+    /// The receiver never will have it.
     Refused(String),
-    /// It may later.
+    /// The receiver may have it later.
     Later(String),
 }
 
@@ -53,7 +55,8 @@ pub(crate) fn start(host: &Arc<Host>) {
 
 fn agent() -> Agent {
     let config = Agent::config_builder().timeout_global(Some(TIMEOUT)).http_status_as_error(false);
-    config.build().into()
+    // What follows a redirection is a GET without the event.
+    config.max_redirects(0).build().into()
 }
 
 struct Poster {
@@ -111,17 +114,30 @@ impl Poster {
     fn post(&self, event: &Event) -> Answer {
         let post = Post { host: &self.host, event };
         match self.agent.post(self.url.as_str()).send_json(&post) {
-            Ok(answer) => judge(answer.status().as_u16()),
+            Ok(answer) => judge(answer.status().as_u16(), moved_to(&answer)),
             Err(error) => Answer::Later(error.to_string()),
         }
     }
 }
 
-/// What a status means; redirections were followed.
-fn judge(status: u16) -> Answer {
+/// Where an answer sends on to, for people.
+fn moved_to(answer: &Response<Body>) -> String {
+    let place = answer.headers().get(LOCATION).and_then(|place| place.to_str().ok());
+    match place {
+        Some(place) if place.contains("://") => config::shown(place),
+        Some(_) => "another path there".to_owned(),
+        None => "somewhere".to_owned(),
+    }
+}
+
+/// What a status means.
+fn judge(status: u16, moved_to: String) -> Answer {
     match status {
         200..=299 => Answer::Taken,
         408 | 425 | 429 | 500..=599 => Answer::Later(format!("it answers {status}")),
+        300..=399 => Answer::Refused(format!(
+            "it answers {status} and sends on to {moved_to}, which is not followed: name that address in [webhook]"
+        )),
         _ => Answer::Refused(format!("it answers {status}")),
     }
 }
@@ -136,6 +152,7 @@ mod tests {
 
     #[test]
     fn what_may_pass_is_tried_again_and_a_refusal_is_not() {
+        let judge = |status| judge(status, String::new());
         assert_eq!(judge(204), Answer::Taken);
         for status in [408, 429, 500, 503] {
             assert!(matches!(judge(status), Answer::Later(_)), "{status}");
@@ -164,6 +181,22 @@ mod tests {
         write!(stream, "HTTP/1.1 {status}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
             .unwrap();
         serde_json::from_slice(&body).unwrap()
+    }
+
+    /// It was followed by a GET, and its 200 taken for the event's.
+    #[test]
+    fn a_redirection_takes_no_event() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}/hook", listener.local_addr().unwrap());
+        let journal = Journal::default();
+        journal.of(&literal("db")).record(EventKind::Started);
+        let event = journal.after(0, None).events.remove(0);
+        let poster = Poster { url: WebhookUrl::of(&url), host: literal("a"), agent: agent() };
+        let thread = thread::spawn(move || poster.post(&event));
+        let place = "301 Moved\r\nlocation: https://alerts.example.org/secret";
+        answer(listener.accept().unwrap().0, place);
+        let Answer::Refused(why) = thread.join().unwrap() else { panic!("it was followed") };
+        assert!(why.contains("301") && why.contains("https://alerts.example.org/…"), "{why}");
     }
 
     #[test]

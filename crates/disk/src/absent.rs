@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use understudy_threads::{MutexGuard, Waitable};
 
-/// Whoever brings the blocks of a disk that is being restored.
+/// Fetcher of the blocks of a disk that is being restored.
 pub trait Fetcher: Send + Sync {
     /// Has a block come first, since somebody waits for it. Called under no lock of the disk.
     fn wanted(&self, block: u64);
@@ -18,9 +18,9 @@ pub trait Fetcher: Send + Sync {
 /// The blocks of an image that are still to come.
 pub(crate) struct Absent {
     fetcher: Arc<dyn Fetcher>,
-    /// For those who would rather not take the lock.
+    /// Flag for those who would rather not take the lock.
     any: AtomicBool,
-    /// Woken when blocks came, or none will come.
+    /// State of the blocks; woken when blocks came, or none will come.
     state: Waitable<State>,
 }
 
@@ -28,7 +28,7 @@ struct State {
     blocks: BlockSet,
     /// The same for a daemon that goes on if this one dies.
     mark: Mark,
-    /// How many they are.
+    /// Number of them.
     count: u64,
     given_up: bool,
 }
@@ -139,8 +139,8 @@ impl Absent {
 }
 
 impl State {
-    /// These blocks are there. If the mark cannot be told they do not count: a daemon that goes
-    /// on for this one would fetch them again, on top of what the guest writes later.
+    /// Notes that these blocks are there. If the mark cannot be told they do not count: a daemon
+    /// that goes on for this one would fetch them again, on top of what the guest writes later.
     fn remove(&mut self, blocks: Range<u64>) -> io::Result<()> {
         while let Some(run) = self.blocks.next_run(blocks.clone()) {
             self.blocks.remove(run.clone());

@@ -53,7 +53,7 @@ impl BlockSet {
         self.words.iter_mut().zip(&other.words).for_each(|(word, other)| *word |= other);
     }
 
-    /// How many there are.
+    /// Number of blocks.
     pub fn count(&self) -> u64 {
         self.words.iter().map(|word| u64::from(word.count_ones())).sum()
     }
@@ -96,7 +96,7 @@ impl BlockSet {
         (first * 8, words.iter().flat_map(|word| word.to_le_bytes()).collect())
     }
 
-    /// From the bits of all blocks; none if they are more or fewer.
+    /// Set from the bits of all blocks; none if they are more or fewer.
     pub(crate) fn from_bytes(disk_bytes: u64, bytes: &[u8]) -> Option<BlockSet> {
         let mut set = BlockSet::none(disk_bytes);
         if bytes.len() != set.words.len() * 8 {
@@ -110,7 +110,7 @@ impl BlockSet {
         sound.then_some(set)
     }
 
-    /// Where a run of blocks lies on the disk: offset and length in bytes.
+    /// Offset and length in bytes of a run of blocks on the disk.
     pub fn bytes(&self, blocks: &Range<u64>) -> (u64, usize) {
         let offset = blocks.start * BLOCK_BYTES;
         (offset, ((blocks.end * BLOCK_BYTES).min(self.disk_bytes) - offset) as usize)

@@ -1,4 +1,4 @@
-//! Reading only what the page cache already holds.
+//! Reads of only what the page cache already holds.
 //!
 //! The NBD server serves such reads on the connection's own thread and gives only
 //! the others, which wait for the device, to its reader threads. nix does not wrap
@@ -10,7 +10,7 @@ use nix::libc;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
-/// What [`read_cached`] found.
+/// Outcome of [`read_cached`].
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Cached {
     /// Number of bytes that were read, at least one.
@@ -64,6 +64,6 @@ pub(crate) fn is_cached(file: impl AsFd, offset: u64, len: u64) -> bool {
 #[derive(Default)]
 struct CachedPages {
     cached: u64,
-    /// Dirty, under writeback, evicted, recently evicted.
+    /// Pages that are dirty, under writeback, evicted, recently evicted.
     others: [u64; 4],
 }

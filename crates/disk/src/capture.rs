@@ -26,7 +26,7 @@ pub struct PreparedCapture {
     aside: File,
     /// Every block, unless only what changed since the base is wanted.
     all: Option<BlockSet>,
-    /// Empty sets.
+    /// Sets that are empty.
     gone: BlockSet,
     moved: BlockSet,
     changed: BlockSet,
@@ -43,24 +43,24 @@ pub struct Capture {
     changes: ChangesTaken,
 }
 
-/// What a capture took out of "changed since the base". Dropped, it puts that back: unless the
-/// snapshot became the base.
+/// Changes that a capture took out of "changed since the base". Dropped, it puts that back: unless
+/// the snapshot became the base.
 #[derive(Debug)]
 pub struct ChangesTaken {
     disk: Arc<Disk>,
     taken: Option<Taken>,
 }
 
-/// Which blocks a capture is to read.
+/// Blocks that a capture is to read.
 #[derive(Clone, Debug)]
 pub(crate) enum Taken {
     /// All, since there was no base.
     All,
-    /// Those that changed since the base.
+    /// Blocks that changed since the base.
     Changed(Arc<BlockSet>),
 }
 
-/// What the writers of the disk look at.
+/// State that the writers of the disk look at.
 #[derive(Debug)]
 pub(crate) struct Frozen {
     wanted: Arc<BlockSet>,
@@ -72,7 +72,7 @@ pub(crate) struct Frozen {
 struct State {
     /// Read already, or put aside: may be overwritten.
     gone: BlockSet,
-    /// Put aside.
+    /// Blocks that were put aside.
     moved: BlockSet,
     failed: Option<io::Error>,
 }
@@ -100,7 +100,7 @@ impl PreparedCapture {
         })
     }
 
-    /// To be called while the guest stands still: the capture shows what the disk holds now.
+    /// Takes the capture, while the guest stands still: it shows what the disk holds now.
     pub fn take(self) -> Capture {
         let (taken, wanted) = self.disk.take_changes(self.changed, self.all);
         let state = State { gone: self.gone, moved: self.moved, failed: None };
@@ -173,7 +173,7 @@ impl Capture {
         Ok(Some(run))
     }
 
-    /// What is a hole now, and was not put aside, was one then.
+    /// Skips a hole: what is one now, and was not put aside, was one then.
     fn skip_hole(&mut self) -> io::Result<()> {
         let data = self.disk.next_data(self.next * BLOCK_BYTES)?;
         let blocks = self.frozen.wanted.blocks();
@@ -287,7 +287,7 @@ impl State {
     }
 }
 
-/// Beyond its end a file reads as zeroes.
+/// Reads a file, beyond its end as zeroes.
 fn read_sparse(file: &File, mut at: u64, mut into: &mut [u8]) -> io::Result<()> {
     while !into.is_empty() {
         match file.read_at(into, at) {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::thread;
 use understudy_protocol::DiskIndex;
 
-/// With a short block at the end.
+/// Size of the disk, with a short block at the end.
 const DISK: u64 = 300 * BLOCK_BYTES + 512;
 
 fn disk(dir: &tempfile::TempDir) -> Arc<Disk> {
@@ -23,12 +23,12 @@ fn prepare(disk: &Arc<Disk>, dir: &tempfile::TempDir, since_base: bool) -> Prepa
     PreparedCapture::new(disk, dir.path(), since_base).unwrap()
 }
 
-/// What the store would have: the base with what was captured on top.
+/// Content that the store would have: the base with what was captured on top.
 #[derive(Clone, Default)]
 struct Stored(BTreeMap<u64, Vec<u8>>);
 
 impl Stored {
-    /// False at the end.
+    /// Reads some; false at the end.
     fn read(&mut self, capture: &mut Capture) -> bool {
         let mut bytes = Vec::new();
         let Some(run) = capture.read(&mut bytes).unwrap() else { return false };
@@ -89,7 +89,7 @@ impl Taking {
         Taking { capture, truth: content(disk), stored }
     }
 
-    /// What it became.
+    /// Ends the capture; returns what was stored if it is committed.
     fn end(mut self, commit: bool) -> Option<Stored> {
         while self.stored.read(&mut self.capture) {}
         assert!(self.stored.image() == self.truth, "the image is that of the barrier");
@@ -186,7 +186,7 @@ fn only_what_changed_since_the_base_is_read() {
     assert_eq!(prepare(&disk, &dir, true).take().blocks(), 0);
 }
 
-/// Before, the first one's end detached the second, which then read what the guest wrote later.
+/// Regression: the first one's end detached the second, which then read what the guest wrote later.
 #[test]
 fn a_capture_that_ends_late_leaves_the_next_one_alone() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,11 +1,11 @@
-//! Which parts of an image may differ from another host's copy of it: a bitmap that
+//! Map of the parts of an image that may differ from another host's copy of it: a bitmap that
 //! outlives the daemon.
 //!
 //! A bit stands for [`GRANULE_BYTES`] of the disk. It is in the file before the image is
 //! written, so that a killed daemon leaves no change unrecorded. The file lives in the
 //! page cache like the image itself, which outlives processes but not the power: after a
 //! restart of the host it is not believed (it holds the kernel's boot id), unless it was
-//! sealed after the last write.
+//! sealed after the last write ([`Stamp`]).
 //!
 //! Bits are cleared in rounds: [`ChangeMap::begin_round`] sets aside what was marked until
 //! then, and [`ChangeMap::end_round`] forgets it, once the other host has it on its disk. What the
@@ -13,9 +13,10 @@
 
 use crate::durable::Durable;
 use crate::error::DiskError;
+use crate::stamp::{self, Stamp};
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
-use std::io;
+use std::io::{self, Seek, SeekFrom};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
@@ -26,24 +27,35 @@ use understudy_threads::{Mutex, MutexGuard};
 pub const GRANULE_BYTES: u64 = 64 * 1024;
 
 const MAGIC: &[u8; 8] = b"USCHNG1\n";
-/// Magic, bytes of the disk, seal, boot id; the bits begin at the next page.
+/// Magic, bytes of the disk, seal, boot id, stamp; the bits begin at the next page.
 const BITS_AT: u64 = 4096;
+const DISK_BYTES_AT: u64 = 8;
 const SEAL_AT: u64 = 16;
 const BOOT_ID_AT: u64 = 32;
-/// Not sealed: the image may have been written since.
+const STAMP_AT: u64 = 72;
+/// Mark of a map that is not sealed: the image may have been written since.
 const OPEN: i64 = 0;
 
-/// Whose rounds they are: those of one session, of all its disks. Once the next one's are begun they
-/// forget nothing any more, however late a thread of the former session comes.
+/// Owner of rounds: they are those of one session, of all its disks. Once the next one's are begun
+/// they forget nothing any more, however late a thread of the former session comes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rounds(u64);
 
 impl Rounds {
-    /// Those of a new session.
+    /// Rounds of a new session.
     pub fn of_new_session() -> Rounds {
         static LAST: AtomicU64 = AtomicU64::new(0);
         Rounds(LAST.fetch_add(1, Ordering::Relaxed))
     }
+}
+
+/// What a map is worth if nothing tells whether its image is what it was.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Untold {
+    /// Its last bits may not have reached the disk, and an operator may have had the image in hand.
+    Doubted,
+    /// What a mirror lost is in its primary's map, and nobody has anything to do with it.
+    Believed,
 }
 
 /// The persistent bitmap of one disk.
@@ -60,9 +72,9 @@ struct State {
     all: bool,
     /// The file may lack what is marked here: the next that goes there is all of it.
     unwritten: bool,
-    /// Marked since the round began.
+    /// Granules marked since the round began.
     current: Vec<u8>,
-    /// Marked before.
+    /// Granules marked before.
     closing: Vec<u8>,
     /// The only ones that forget anything.
     rounds: Option<Rounds>,
@@ -85,9 +97,9 @@ impl ChangeMap {
         let file = options.read(true).write(true).create(true).truncate(true).mode(0o600);
         let file = file.open(&fresh)?;
         let granules = disk_bytes.div_ceil(GRANULE_BYTES);
-        let bits = vec![0; granules.div_ceil(8) as usize];
+        let bits = vec![0; bitmap_bytes(disk_bytes)];
         file.write_all_at(MAGIC, 0)?;
-        file.write_all_at(&disk_bytes.to_le_bytes(), 8)?;
+        file.write_all_at(&disk_bytes.to_le_bytes(), DISK_BYTES_AT)?;
         // Written, not left as holes: marking must not fail for want of space.
         file.write_all_at(&bits, BITS_AT)?;
         let mut state = State::new(file, bits);
@@ -96,11 +108,35 @@ impl ChangeMap {
         Ok(ChangeMap { granules, state: Mutex::new(state) })
     }
 
-    /// The map at `path`, if it tells all changes of `image`; else why it does not.
+    /// The map at `path`, if it tells all changes of `image`; else why it does not. It may be of a smaller disk, if the
+    /// image has not outgrown that: a qcow2 image is shown with more room each time than what it holds.
     pub fn open(
         path: &Path,
         disk_bytes: u64,
         image: &Path,
+    ) -> io::Result<Result<ChangeMap, String>> {
+        Self::open_with(path, disk_bytes, image, Untold::Doubted)
+    }
+
+    /// The same of a mirror that no guest ran on, which is believed unless something speaks against it.
+    pub fn open_of_mirror(
+        path: &Path,
+        disk_bytes: u64,
+        image: &Path,
+    ) -> io::Result<Result<ChangeMap, String>> {
+        Self::open_with(path, disk_bytes, image, Untold::Believed)
+    }
+
+    /// The bytes of the disk whose map is at `path`, if there is one.
+    pub fn disk_bytes_at(path: &Path) -> Option<u64> {
+        listed_bytes(&File::open(path).ok()?).ok()?
+    }
+
+    fn open_with(
+        path: &Path,
+        disk_bytes: u64,
+        image: &Path,
+        untold: Untold,
     ) -> io::Result<Result<ChangeMap, String>> {
         let file = match OpenOptions::new().read(true).write(true).open(path) {
             Ok(file) => file,
@@ -109,25 +145,27 @@ impl ChangeMap {
             }
             Err(error) => return Err(error),
         };
-        let granules = disk_bytes.div_ceil(GRANULE_BYTES);
-        let length = BITS_AT + granules.div_ceil(8);
-        let mut header = [0; 16];
-        if file.metadata()?.len() != length {
+        // Not the metadata's length, which is 0 for a block device.
+        let image_bytes = File::open(image)?.seek(SeekFrom::End(0))?;
+        let listed = listed_bytes(&file)?.filter(|it| (image_bytes..=disk_bytes).contains(it));
+        let Some(listed) = listed else {
             return Ok(Err("the disk's size has changed".to_owned()));
-        }
-        file.read_exact_at(&mut header, 0)?;
-        if header[..8] != *MAGIC || header[8..] != disk_bytes.to_le_bytes() {
-            return Ok(Err("the disk's size has changed".to_owned()));
-        }
-        if let Some(doubt) = doubt(&file, image)? {
+        };
+        if let Some(doubt) = doubt(&file, image, untold)? {
             return Ok(Err(doubt));
         }
-        let mut current = vec![0; granules.div_ceil(8) as usize];
-        file.read_exact_at(&mut current, BITS_AT)?;
+        let mut current = vec![0; bitmap_bytes(disk_bytes)];
+        let (known, new) = current.split_at_mut(bitmap_bytes(listed));
+        file.read_exact_at(known, BITS_AT)?;
+        if listed < disk_bytes {
+            file.write_all_at(new, BITS_AT + known.len() as u64)?;
+            file.write_all_at(&disk_bytes.to_le_bytes(), DISK_BYTES_AT)?;
+        }
+        let granules = disk_bytes.div_ceil(GRANULE_BYTES);
         Ok(Ok(ChangeMap { granules, state: Mutex::new(State::new(file, current)) }))
     }
 
-    /// To be called before the image is written: the map tells its changes from now on,
+    /// Unseals the map, before the image is written: it tells its changes from now on,
     /// for as long as the host's kernel runs.
     pub fn unseal(&self) -> io::Result<()> {
         let state = self.lock();
@@ -136,7 +174,7 @@ impl ChangeMap {
         state.file.sync()
     }
 
-    /// To be called when nobody writes the image any more, after it was synced: the map
+    /// Seals the map, when nobody writes the image any more, after it was synced: it
     /// will be believed whatever happens to the host, unless the image changes.
     pub fn seal(&self, image: &Path) -> io::Result<()> {
         self.lock().seal(image)
@@ -183,7 +221,7 @@ impl ChangeMap {
         Ok(())
     }
 
-    /// From here on these rounds count, and none of an earlier session.
+    /// Begins these rounds: from here on they count, and none of an earlier session.
     pub(crate) fn begin_rounds(&self, rounds: Rounds) {
         self.lock().rounds = Some(rounds);
     }
@@ -298,6 +336,8 @@ impl State {
         if self.unwritten {
             self.write_all()?;
         }
+        self.file.write_all_at(&boot_id()?, BOOT_ID_AT)?;
+        self.file.write_all_at(&Stamp::of(image)?.encode(), STAMP_AT)?;
         self.file.sync()?;
         self.file.write_all_at(&modified_at(image)?.to_le_bytes(), SEAL_AT)?;
         self.file.sync()
@@ -309,19 +349,53 @@ fn place(granule: u64) -> (usize, u8) {
     ((granule / 8) as usize, 1 << (granule % 8))
 }
 
-/// Why the map may not tell all changes of the image.
-fn doubt(file: &File, image: &Path) -> io::Result<Option<String>> {
+fn bitmap_bytes(disk_bytes: u64) -> usize {
+    disk_bytes.div_ceil(GRANULE_BYTES).div_ceil(8) as usize
+}
+
+/// Bytes of the disk that a whole map is of.
+fn listed_bytes(file: &File) -> io::Result<Option<u64>> {
+    let mut header = [0; 16];
+    if file.metadata()?.len() < BITS_AT {
+        return Ok(None);
+    }
+    file.read_exact_at(&mut header, 0)?;
+    let (magic, bytes) = header.split_at(MAGIC.len());
+    let listed = u64::from_le_bytes(bytes.try_into().expect("eight are left"));
+    let length = BITS_AT + bitmap_bytes(listed) as u64;
+    Ok((magic == MAGIC && file.metadata()?.len() == length).then_some(listed))
+}
+
+/// Reason why the map may not tell all changes of the image.
+fn doubt(file: &File, image: &Path, untold: Untold) -> io::Result<Option<String>> {
     let mut seal = [0; 8];
     file.read_exact_at(&mut seal, SEAL_AT)?;
     let seal = i64::from_le_bytes(seal);
-    if seal != OPEN {
-        let changed = seal != modified_at(image)?;
-        return Ok(changed.then(|| format!("{} was changed by other means", image.display())));
-    }
     let mut written_in = [0; 36];
     file.read_exact_at(&mut written_in, BOOT_ID_AT)?;
-    let same = written_in == boot_id()?;
-    Ok((!same).then(|| "the host was restarted without an orderly end of the VM".to_owned()))
+    let restarted = written_in != boot_id()?;
+    let doubted = |words: String| (untold == Untold::Doubted).then_some(words);
+    if seal == OPEN {
+        let words = "the host was restarted without an orderly end of the VM";
+        return Ok(doubted(words.to_owned()).filter(|_| restarted));
+    }
+    let mut stamp = [0; stamp::BYTES];
+    file.read_exact_at(&mut stamp, STAMP_AT)?;
+    let (stamp, in_time) = (Stamp::decode(&stamp), seal == modified_at(image)?);
+    let uncounted = |because: &str| {
+        let image = image.display();
+        let words = "nothing tells whether the block device";
+        Ok(doubted(format!("{words} {image} was written meanwhile: {because}")))
+    };
+    let same = match stamp {
+        Some(Stamp::Uncounted) => return uncounted("the kernel does not count that"),
+        Some(Stamp::Device { .. }) if restarted => return uncounted("the host was restarted"),
+        Some(Stamp::Device { .. }) => stamp == Some(Stamp::of(image)?),
+        Some(Stamp::File { .. }) => in_time && stamp == Some(Stamp::of(image)?),
+        Some(Stamp::Time) => in_time,
+        None => false,
+    };
+    Ok((!same).then(|| format!("{} was changed by other means", image.display())))
 }
 
 /// Nanoseconds; never [`OPEN`].

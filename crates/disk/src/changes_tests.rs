@@ -71,7 +71,7 @@ fn a_round_forgets_what_was_marked_before_it_and_no_more() {
     assert_eq!(reopen(&path, &image).unwrap().runs(), [1..2, 9..10]);
 }
 
-/// Twice a second the whole map of an idle disk was written anew.
+/// Regression: twice a second the whole map of an idle disk was written anew.
 #[test]
 fn a_round_in_which_nothing_was_set_aside_writes_nothing() {
     let (_directory, image, path) = image();
@@ -90,7 +90,8 @@ fn a_round_in_which_nothing_was_set_aside_writes_nothing() {
     assert_eq!(byte, [0xff]);
 }
 
-/// Before, the round after a write that failed half-way forgot it, and it had gone to no other host.
+/// Regression: the round after a write that failed half-way forgot it, and it had gone to no other
+/// host.
 #[test]
 fn what_a_failed_change_may_have_left_behind_is_never_forgotten() {
     let (_directory, image, path) = image();
@@ -111,8 +112,9 @@ fn what_a_failed_change_may_have_left_behind_is_never_forgotten() {
     }
 }
 
-/// Before, a thread of a session that had ended forgot what the next one was about to copy: none of both hosts'
-/// lists had it any more, and after a third session a guest began on blocks that were old.
+/// Regression: a thread of a session that had ended forgot what the next one was about to copy:
+/// none of both hosts' lists had it any more, and after a third session a guest began on blocks
+/// that were old.
 #[test]
 fn a_session_that_is_over_forgets_nothing_that_is_the_next_ones() {
     let (_directory, image, path) = image();
@@ -143,13 +145,14 @@ fn a_session_that_is_over_forgets_nothing_that_is_the_next_ones() {
     assert_eq!(granules(&reopen(&path, &image).unwrap()), [4]);
 }
 
-/// What the map has in its file's stead, for as long as nothing can be written there.
+/// Puts a file to which nothing can be written in the place of the map's, and returns that.
 fn fill_up(map: &ChangeMap) -> Durable {
     let full = OpenOptions::new().read(true).write(true).open("/dev/full").unwrap();
     std::mem::replace(&mut map.lock().file, Durable::new(full))
 }
 
-/// Before, a guest's write was refused, and made when it came again, without a mark in the file.
+/// Regression: a guest's write was refused, and made when it came again, without a mark in the
+/// file.
 #[test]
 fn a_mark_that_could_not_be_written_is_written_at_the_next_try() {
     let (_directory, image, path) = image();
@@ -199,11 +202,101 @@ fn a_map_in_doubt_says_why() {
     map.seal(&image).unwrap();
     assert!(reopen(&path, &image).is_ok(), "sealed, it outlives the kernel");
     // As fsck would.
-    std::thread::sleep(std::time::Duration::from_millis(20));
-    fs::write(&image, b"changed").unwrap();
+    change_by_other_means(&image);
     assert!(reopen(&path, &image).unwrap_err().contains("other means"));
-    let other_size = ChangeMap::open(&path, DISK_BYTES + GRANULE_BYTES, &image).unwrap();
-    assert!(other_size.unwrap_err().contains("size"));
+    let smaller = ChangeMap::open(&path, DISK_BYTES - 512, &image).unwrap();
+    assert!(smaller.unwrap_err().contains("size"));
+    // A raw one that was made larger.
+    let longer = OpenOptions::new().write(true).open(&image).unwrap();
+    longer.set_len(DISK_BYTES + GRANULE_BYTES).unwrap();
+    let larger = ChangeMap::open(&path, DISK_BYTES + GRANULE_BYTES, &image).unwrap();
+    assert!(larger.unwrap_err().contains("size"));
+}
+
+fn change_by_other_means(image: &Path) {
+    std::thread::sleep(std::time::Duration::from_millis(20));
+    let file = OpenOptions::new().write(true).open(image).unwrap();
+    file.write_all_at(b"changed", 0).unwrap();
+}
+
+/// The room that a qcow2 image is shown with is measured anew at each start, and all was copied.
+#[test]
+fn a_map_goes_on_where_its_disk_is_shown_with_more_room() {
+    const MORE: u64 = DISK_BYTES + 50 * GRANULE_BYTES;
+    let (_directory, image, path) = image();
+    assert_eq!(ChangeMap::disk_bytes_at(&path), None);
+    let map = create(&path, &image);
+    map.unseal().unwrap();
+    map.mark(9 * GRANULE_BYTES, 1).unwrap();
+    drop(map);
+    assert_eq!(ChangeMap::disk_bytes_at(&path), Some(DISK_BYTES));
+    let map = ChangeMap::open(&path, MORE, &image).unwrap().unwrap();
+    assert_eq!(granules(&map), [9]);
+    map.mark(MORE - 1, 1).unwrap();
+    drop(map);
+    assert_eq!(ChangeMap::disk_bytes_at(&path), Some(MORE));
+    let map = ChangeMap::open(&path, MORE, &image).unwrap().unwrap();
+    assert_eq!(granules(&map), [9, 150]);
+    // Half of one is none.
+    OpenOptions::new().write(true).open(&path).unwrap().set_len(BITS_AT + 5).unwrap();
+    assert_eq!(ChangeMap::disk_bytes_at(&path), None);
+    fs::write(&path, b"").unwrap();
+    assert_eq!(ChangeMap::disk_bytes_at(&path), None);
+}
+
+/// A mirror's map was asked for nothing at all.
+#[test]
+fn a_mirrors_map_is_in_doubt_only_if_the_mirror_was_changed() {
+    let (_directory, image, path) = image();
+    let reopen = || ChangeMap::open_of_mirror(&path, DISK_BYTES, &image).unwrap();
+    assert!(reopen().unwrap_err().contains("no list"));
+    let map = create(&path, &image);
+    map.unseal().unwrap();
+    change_by_other_means(&image);
+    assert!(reopen().is_ok(), "its primary goes on with it");
+    map.lock().file.write_all_at(b"00000000-0000-0000-0000-000000000000", BOOT_ID_AT).unwrap();
+    assert!(reopen().is_ok(), "what its host's power took is in its primary's map");
+    map.seal(&image).unwrap();
+    assert!(reopen().is_ok());
+    change_by_other_means(&image);
+    assert!(reopen().unwrap_err().contains("other means"));
+}
+
+/// A sealed map with another stamp than its image's.
+fn restamp(path: &Path, stamp: Stamp) {
+    let map = OpenOptions::new().write(true).open(path).unwrap();
+    map.write_all_at(&stamp.encode(), STAMP_AT).unwrap();
+}
+
+#[test]
+fn a_sealed_map_is_of_the_file_that_it_was_sealed_for() {
+    let (_directory, image, path) = image();
+    create(&path, &image);
+    assert!(reopen(&path, &image).is_ok());
+    // As `cp --preserve` makes it: the time is the same.
+    let copy = image.with_extension("copy");
+    fs::copy(&image, &copy).unwrap();
+    let modified = fs::metadata(&image).unwrap().modified().unwrap();
+    File::options().write(true).open(&copy).unwrap().set_modified(modified).unwrap();
+    fs::rename(&copy, &image).unwrap();
+    assert!(reopen(&path, &image).unwrap_err().contains("other means"));
+    // A release that knew the time alone has sealed it.
+    restamp(&path, Stamp::Time);
+    assert!(reopen(&path, &image).is_ok());
+}
+
+/// The node of a block device says nothing of its content: a sealed map was believed whatever was mounted meanwhile.
+#[test]
+fn a_sealed_map_of_a_device_is_believed_only_if_its_writes_are_counted() {
+    let (_directory, image, path) = image();
+    let map = create(&path, &image);
+    restamp(&path, Stamp::Uncounted);
+    assert!(reopen(&path, &image).unwrap_err().contains("nothing tells"));
+    restamp(&path, Stamp::Device { number: 1, sequence: 2, written: 3 });
+    assert!(reopen(&path, &image).unwrap_err().contains("other means"));
+    map.lock().file.write_all_at(b"00000000-0000-0000-0000-000000000000", BOOT_ID_AT).unwrap();
+    assert!(reopen(&path, &image).unwrap_err().contains("the host was restarted"));
+    assert!(ChangeMap::open_of_mirror(&path, DISK_BYTES, &image).unwrap().is_ok());
 }
 
 #[test]
@@ -233,7 +326,7 @@ fn a_disk_marks_before_it_changes() {
 }
 
 proptest! {
-    /// Against a plain set of granules.
+    /// Compares with a plain set of granules.
     #[test]
     fn the_map_holds_what_was_marked_since_the_last_ended_round(
         steps in proptest::collection::vec((0..3u8, 0..DISK_BYTES, 0..5 * GRANULE_BYTES), 0..60),

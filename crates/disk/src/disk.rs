@@ -33,7 +33,7 @@ use std::time::Duration;
 use understudy_protocol::DiskIndex;
 use understudy_threads::{Mutex, MutexGuard};
 
-/// Where a disk's writes go after the local image: the stream to the backup.
+/// Receiver of a disk's writes after the local image: the stream to the backup.
 ///
 /// Called under the disk's ordering lock, in the order in which the image took the
 /// writes. It may block to slow the guest down; it must then come free without the help
@@ -65,7 +65,7 @@ pub struct Disk {
     order: Mutex<Order>,
     settings: Arc<Settings>,
     flusher: Flusher,
-    /// Of a disk that is being restored.
+    /// Blocks that a disk lacks that is being restored.
     absent: Option<Absent>,
     pub(crate) withheld: Withheld,
     /// Thread id of [`Disk::server_thread`]; 0 is none.
@@ -76,13 +76,14 @@ pub struct Disk {
     failures: AtomicU64,
 }
 
-/// What a writer must look at, and what must not change during its write.
+/// State that a writer must look at, and what must not change during its write.
 #[derive(Default)]
 struct Order {
     sink: Option<Arc<dyn WriteSink>>,
-    /// What is still to be read of the disk as it was at a snapshot.
+    /// Blocks that are still to be read of the disk as it was at a snapshot.
     capture: Option<Arc<Frozen>>,
-    /// What changed since the snapshot that the next one builds on; none if there is no such.
+    /// Blocks that changed since the snapshot that the next one builds on; none if there is no
+    /// such.
     since_base: Option<BlockSet>,
     read_only: bool,
     guest_writes: GuestWrites,
@@ -148,7 +149,7 @@ impl Disk {
         })
     }
 
-    /// Which disk of the VM this is.
+    /// Index of this disk in the VM.
     pub fn index(&self) -> DiskIndex {
         self.index
     }
@@ -187,12 +188,12 @@ impl Disk {
         self.export_bytes
     }
 
-    /// Where the image is.
+    /// Path of the image.
     pub fn path(&self) -> PathBuf {
         self.settings.path()
     }
 
-    /// What is done about the guest's reads that come from now on.
+    /// Sets what is done about the guest's reads that come from now on.
     pub fn set_reads(&self, reads: Reads) {
         self.settings.set_reads(reads);
     }
@@ -212,7 +213,7 @@ impl Disk {
         self.image.has_failed()
     }
 
-    /// What the first error of a request was, if there was any; QEMU may keep it from the guest.
+    /// First error of a request, if there was any; QEMU may keep it from the guest.
     pub fn first_error(&self) -> Option<String> {
         self.withheld.first()
     }
@@ -222,7 +223,7 @@ impl Disk {
         self.withheld.is_any()
     }
 
-    /// To be called before QEMU is told to wait for its requests: none waits for anything but the
+    /// Lets requests pass, before QEMU is told to wait for them: none waits for anything but the
     /// device from now on.
     pub fn let_pass(&self) {
         if let Reads::Recorded(recorder) = self.reads() {
@@ -242,7 +243,7 @@ impl Disk {
         self.settings.set_changes(changes);
     }
 
-    /// Where changes are noted, if anywhere. Waits for no write.
+    /// Map where changes are noted, if anywhere. Waits for no write.
     pub fn changes(&self) -> Option<Arc<ChangeMap>> {
         self.settings.changes()
     }
@@ -327,6 +328,16 @@ impl Disk {
         sync_image(&self.image, &self.settings)
     }
 
+    /// Nobody writes any more: the list of changes, if there is one, can outlive the host's kernel, and tells whether
+    /// somebody has changed the image by other means.
+    pub fn seal_changes(&self) {
+        let Some(changes) = self.changes() else { return };
+        let path = self.path();
+        if let Err(error) = self.sync().and_then(|()| changes.seal(&path)) {
+            tracing::warn!(path = %path.display(), %error, "cannot seal the list of changed blocks");
+        }
+    }
+
     #[cfg(test)]
     pub(crate) fn image(&self) -> &Image {
         &self.image
@@ -338,14 +349,14 @@ impl Disk {
         self.flusher.flush(done);
     }
 
-    /// To be called before QEMU is told to stop: until [`Disk::end_checkpoint`] flushes
+    /// Begins a checkpoint, before QEMU is told to stop: until [`Disk::end_checkpoint`] flushes
     /// cost no fsync if [there is a backup](Disk::set_backup), since crash consistency comes from
     /// that then. A flush whose fsync is under way is answered too.
     pub fn begin_checkpoint(&self) {
         self.flusher.begin_checkpoint();
     }
 
-    /// To be called after QEMU continues: carries out, in the background, the flush that
+    /// Ends a checkpoint, after QEMU continues: carries out, in the background, the flush that
     /// was left out. Should it fail, the guest's flushes from then on report it.
     pub fn end_checkpoint(&self) {
         self.flusher.end_checkpoint();
@@ -421,12 +432,7 @@ impl Drop for Disk {
         if self.order.is_poisoned() {
             return;
         }
-        let Some(changes) = self.changes() else { return };
-        let path = self.path();
-        // Nobody writes any more: the map can outlive the host's kernel.
-        if let Err(error) = self.sync().and_then(|()| changes.seal(&path)) {
-            tracing::warn!(path = %path.display(), %error, "cannot seal the list of changed blocks");
-        }
+        self.seal_changes();
     }
 }
 

@@ -161,7 +161,7 @@ fn the_sink_hears_of_changes_in_their_order_and_only_while_set() {
     assert_eq!(Arc::strong_count(&sink), 1, "let go");
 }
 
-/// That of a session that is over.
+/// Sink of a session that is over.
 struct Closed;
 
 impl WriteSink for Closed {

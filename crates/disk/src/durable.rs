@@ -46,7 +46,7 @@ impl Durable {
         self.file.metadata()
     }
 
-    /// Where the file or device ends.
+    /// End of the file or device, in bytes.
     pub(crate) fn end(&self) -> io::Result<u64> {
         (&self.file).seek(SeekFrom::End(0))
     }
@@ -71,7 +71,7 @@ impl Durable {
 
 #[cfg(test)]
 impl Durable {
-    /// What the kernel says, whatever it said before.
+    /// Result that the kernel gives, whatever it said before.
     fn sync_with_kernel(&self) -> io::Result<()> {
         self.file.sync_data()
     }
@@ -83,7 +83,7 @@ impl AsFd for Durable {
     }
 }
 
-/// Only what does not sync: there is no way to the kernel's answer but through the latch.
+/// Methods that do not sync: there is no way to the kernel's answer but through the latch.
 impl FileExt for Durable {
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
         self.file.read_at(buffer, offset)

@@ -152,3 +152,26 @@ fn a_mirror_that_cannot_be_synced_is_not_whole() {
     assert!(mirror.complete().is_err());
     assert!(!mirror_path(directory.path(), DiskIndex(0)).exists(), "it has not got its name");
 }
+
+/// A mount leaves no trace at the device's node, whose time was looked at.
+#[test]
+fn a_device_that_was_mounted_since_its_list_was_sealed_is_known_for_that() {
+    let full = FullDevice::new();
+    full.heal();
+    let device = full.device.to_str().unwrap();
+    run("mkfs.ext4", &["-q", device]);
+    let directory = tempfile::tempdir().unwrap();
+    let disk = Disk::open(DiskIndex(0), &full.device, 16 * MIB).unwrap();
+    disk.set_changes(Some(changes(directory.path(), &disk)));
+    disk.write(8 * MIB, b"the guest's").unwrap();
+    drop(disk);
+    let reopen = || ChangeMap::open(&directory.path().join("changes"), 16 * MIB, &full.device);
+    assert!(reopen().unwrap().is_ok(), "nobody has written it");
+    let place = directory.path().join("mounted");
+    std::fs::create_dir(&place).unwrap();
+    run("mount", &[device, place.to_str().unwrap()]);
+    let written = std::fs::write(place.join("file"), "the operator's");
+    run("umount", &[place.to_str().unwrap()]);
+    written.unwrap();
+    assert!(reopen().unwrap().unwrap_err().contains("other means"));
+}

@@ -1,10 +1,10 @@
-//! What can be wrong with a disk, said so that the operator can act on it.
+//! Errors of a disk, said so that the operator can act on it.
 
 use crate::format::ImageFormat;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Why a disk, a mirror or its NBD server could not be set up.
+/// Reason why a disk, a mirror or its NBD server could not be set up.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DiskError {
@@ -88,11 +88,11 @@ pub enum DiskError {
     /// A system call on the image or its directory failed.
     #[error("cannot {action} {path}: {source}")]
     Io {
-        /// What was tried, as a verb.
+        /// Action that was tried, as a verb.
         action: &'static str,
-        /// On what.
+        /// Path on which it was tried.
         path: PathBuf,
-        /// What the kernel said.
+        /// Error of the kernel.
         source: io::Error,
     },
     /// Another server answers on the socket.
@@ -104,7 +104,7 @@ pub enum DiskError {
     /// `qemu-img` could not be started.
     #[error("cannot run qemu-img, which sizes qcow2 images: {source}; install qemu-utils")]
     QemuImgMissing {
-        /// What the kernel said.
+        /// Error of the kernel.
         source: io::Error,
     },
     /// `qemu-img` refused the image or answered with something else than expected.
@@ -114,7 +114,7 @@ pub enum DiskError {
         action: &'static str,
         /// The image.
         path: PathBuf,
-        /// What it said.
+        /// Words that it said.
         message: String,
     },
     /// The tables of a qcow2 image do not fit together.
@@ -126,7 +126,7 @@ pub enum DiskError {
     DamagedTables {
         /// The image.
         path: PathBuf,
-        /// How many there are.
+        /// Number of errors.
         errors: u64,
     },
     /// The content is of another format than the definition says.
@@ -137,9 +137,9 @@ pub enum DiskError {
     WrongFormat {
         /// The image.
         path: PathBuf,
-        /// What the definition says.
+        /// Format that the definition names.
         declared: ImageFormat,
-        /// What it begins with.
+        /// Format that the image begins as.
         found: &'static str,
     },
     /// The image is only part of a disk, so that mirroring it would lose the rest.

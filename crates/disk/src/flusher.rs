@@ -23,9 +23,9 @@ struct State {
     has_backup: bool,
     /// A flush was answered without an fsync.
     owed: bool,
-    /// To be answered by the next fsync.
+    /// Flushes that the next fsync answers.
     waiting: Vec<Done>,
-    /// To be answered by the fsync under way.
+    /// Flushes that the fsync under way answers.
     syncing: Vec<Done>,
     /// The first failure: every flush from then on reports it.
     failed: Option<Errno>,
@@ -72,8 +72,8 @@ impl Flusher {
         self.thread.hand(());
     }
 
-    /// From here on flushes are answered at once if there is a backup, those already waiting
-    /// included: the pause must not wait for an fsync.
+    /// Begins a checkpoint: from here on flushes are answered at once if there is a backup, those
+    /// already waiting included: the pause must not wait for an fsync.
     pub(crate) fn begin_checkpoint(&self) {
         let mut state = lock(&self.shared.state);
         state.in_checkpoint = true;
@@ -122,7 +122,7 @@ impl Shared {
         while self.flush_once() {}
     }
 
-    /// False if there was nothing to flush.
+    /// Flushes once; false if there was nothing to flush.
     fn flush_once(&self) -> bool {
         let mut state = lock(&self.state);
         if !state.has_work() {
@@ -160,7 +160,7 @@ impl State {
         self.in_checkpoint && self.has_backup
     }
 
-    /// What a flush is answered now.
+    /// Answer that a flush gets now.
     fn outcome(&self) -> io::Result<()> {
         self.failed.map_or(Ok(()), |errno| Err(errno.into()))
     }

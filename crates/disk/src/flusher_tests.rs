@@ -4,13 +4,13 @@ use std::time::Duration;
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
-/// Which flush it was, and whether it succeeded.
+/// Number of the flush, and whether it succeeded.
 type Answer = (u32, bool);
 
 /// A flusher whose fsyncs are carried out by the test, one by one.
 struct Bench {
     flusher: Flusher,
-    /// Told when an fsync begins.
+    /// Receiver that is told when an fsync begins.
     begun: Receiver<()>,
     /// Lets the fsync end.
     finish: Sender<io::Result<()>>,

@@ -1,5 +1,6 @@
-//! How large an export must be for an image of a given format.
+//! Size that an export must have for an image of a given format.
 
+use crate::changes::ChangeMap;
 use crate::error::DiskError;
 use serde_json::Value;
 use std::fmt;
@@ -11,7 +12,7 @@ use std::str::FromStr;
 
 /// QEMU counts disks in sectors.
 pub(crate) const SECTOR_BYTES: u64 = 512;
-/// What a qcow2 image begins with, and the versions that follow (big-endian).
+/// Bytes that a qcow2 image begins with, and the versions that follow (big-endian).
 const QCOW2_MAGIC: &[u8] = b"QFI\xfb";
 const QCOW2_VERSIONS: [&[u8]; 3] = [&[0, 0, 0, 1], &[0, 0, 0, 2], &[0, 0, 0, 3]];
 /// Sizes of qcow2 exports are rounded up to this.
@@ -59,6 +60,23 @@ pub fn export_bytes(path: impl AsRef<Path>, format: ImageFormat) -> Result<u64, 
     match format {
         ImageFormat::Raw => Ok(file_bytes.next_multiple_of(SECTOR_BYTES)),
         ImageFormat::Qcow2 => qcow2_bytes(path, file_bytes),
+    }
+}
+
+/// The same of an image whose changes are listed at `changes`: for qcow2 no fewer than the list's, which is of no use for
+/// a smaller disk. What an image can grow to depends on what it holds now.
+///
+/// # Errors
+/// The same.
+pub fn export_bytes_as_listed(
+    path: impl AsRef<Path>,
+    format: ImageFormat,
+    changes: &Path,
+) -> Result<u64, DiskError> {
+    let bytes = export_bytes(path, format)?;
+    match format {
+        ImageFormat::Raw => Ok(bytes),
+        ImageFormat::Qcow2 => Ok(bytes.max(ChangeMap::disk_bytes_at(changes).unwrap_or(0))),
     }
 }
 

@@ -27,9 +27,9 @@ static ZEROES: [u8; 64 * 1024] = [0; 64 * 1024];
 /// Whether zeroed space keeps, or gets, its place on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Space {
-    /// Give it back to the file system.
+    /// Gives it back to the file system.
     Release,
-    /// Reserve it, so that a later write cannot fail for want of space.
+    /// Reserves it, so that a later write cannot fail for want of space.
     Reserve,
 }
 
@@ -131,7 +131,7 @@ impl Image {
         Ok(())
     }
 
-    /// Like [`Image::read`], but gives up (`false`) where it would wait for the device.
+    /// Reads as [`Image::read`] does, but gives up (`false`) where it would wait for the device.
     pub(crate) fn read_if_cached(&self, offset: u64, buffer: &mut [u8]) -> io::Result<bool> {
         let mut done = 0;
         while done < buffer.len() {

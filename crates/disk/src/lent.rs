@@ -13,7 +13,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
-/// As much as anybody may have; twice QEMU's usual largest request.
+/// Size that anybody may have at most; twice QEMU's usual largest request.
 const PIPE_BYTES: libc::c_int = 1024 * 1024;
 
 /// The way from an image to a socket. Empty unless something is in flight.

@@ -40,6 +40,7 @@ mod mark;
 mod mirror;
 mod nbd;
 mod reads;
+mod stamp;
 mod tables;
 mod waits;
 mod withheld;
@@ -51,7 +52,7 @@ pub use changes::{ChangeMap, GRANULE_BYTES, Rounds};
 pub use disk::{Disk, GuestWrites, WriteSink};
 pub use durable::Durable;
 pub use error::DiskError;
-pub use format::{ImageFormat, check_format, export_bytes};
+pub use format::{ImageFormat, check_format, export_bytes, export_bytes_as_listed};
 pub use mark::{absent_blocks, incomplete_mark};
 pub use mirror::{
     COPY_CHUNK_BYTES, FreshMirror, Mirror, changes_path, copy_changed, copy_out, mirror_path,

@@ -36,7 +36,7 @@ pub fn absent_blocks(image: &Path, disk_bytes: u64) -> io::Result<BlockSet> {
 pub(crate) struct Mark(File);
 
 impl Mark {
-    /// On stable storage when this returns.
+    /// Creates a mark, which is on stable storage when this returns.
     pub fn create(image: &Path, absent: &BlockSet) -> io::Result<Mark> {
         let mut file = File::create(incomplete_mark(image))?;
         file.write_all(&absent.to_bytes(0..absent.blocks()).1)?;
@@ -50,7 +50,7 @@ impl Mark {
         File::options().write(true).open(incomplete_mark(image)).map(Mark)
     }
 
-    /// Of `absent` these blocks have changed.
+    /// Notes that of `absent` these blocks have changed.
     pub fn note(&self, absent: &BlockSet, changed: Range<u64>) -> io::Result<()> {
         let (offset, bytes) = absent.to_bytes(changed);
         self.0.write_all_at(&bytes, offset)

@@ -14,7 +14,7 @@ use understudy_protocol::DiskIndex;
 /// Most bytes that [`copy_out`] reads and sends while it holds up the guest's writes.
 pub const COPY_CHUNK_BYTES: usize = 256 * 1024;
 
-/// Where the mirror of a disk is kept in the VM's directory on the backup.
+/// Path of a disk's mirror in the VM's directory on the backup.
 pub fn mirror_path(dir: &Path, index: DiskIndex) -> PathBuf {
     dir.join(format!("disk{index}.img"))
 }
@@ -76,7 +76,7 @@ impl Drop for FreshMirror {
     }
 }
 
-/// Where a host keeps what it changed of a disk since its last full copy.
+/// Path where a host keeps what it changed of a disk since its last full copy.
 pub fn changes_path(dir: &Path, index: DiskIndex) -> PathBuf {
     dir.join(format!("disk{index}.changes"))
 }
@@ -100,7 +100,7 @@ impl Mirror {
         }
     }
 
-    /// Where the image lies, or will lie once it is whole.
+    /// Path where the image lies, or will lie once it is whole.
     pub fn target(&self) -> PathBuf {
         match self {
             Mirror::Fresh(mirror) => mirror.target.clone(),
@@ -190,12 +190,12 @@ fn check(cancel: &AtomicBool) -> io::Result<()> {
     Ok(())
 }
 
-/// What to do with a chunk of zeroes.
+/// Handling of a chunk of zeroes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Zeroes {
-    /// Nothing: the mirror is fresh.
+    /// Skips it: the mirror is fresh.
     Skip,
-    /// Send that they are zeroes.
+    /// Sends that they are zeroes.
     Send,
 }
 

@@ -1,4 +1,4 @@
-//! What is done about the guest's reads beside answering them.
+//! Actions that are done about the guest's reads beside answering them.
 
 use crate::nbd::AwaitedRead;
 use std::io;
@@ -14,24 +14,25 @@ pub trait ReadSink: Send + Sync {
     fn read(&self, began: u64, disk: DiskIndex, offset: u64, data: &[u8]);
 }
 
-/// Lockstep, on the primary: what the guest's reads give goes to the backup (VMware FT, 4.2).
+/// Recorder of the primary in lockstep: what the guest's reads give goes to the backup (VMware FT,
+/// 4.2).
 pub trait ReadRecorder: Send + Sync {
     /// The disk's next read came; gives its number. May wait, which slows the guest down, until
     /// [`ReadRecorder::let_pass`].
     fn came(&self, disk: DiskIndex) -> u64;
-    /// What the read gave, its data or the number of its error. QEMU does not have it yet. Nothing
-    /// is said of one that this host's disk could not serve.
+    /// Tells what the read gave, its data or the number of its error. QEMU does not have it yet.
+    /// Nothing is said of one that this host's disk could not serve.
     fn gave(&self, disk: DiskIndex, number: u64, at: Span, outcome: Result<&[u8], u32>);
-    /// From now on no read waits: a QEMU that stops waits for its reads.
+    /// Lets reads pass: from now on none waits: a QEMU that stops waits for its reads.
     fn let_pass(&self);
 }
 
-/// Lockstep, on the backup: whoever knows what the primary's reads gave.
+/// Follower of the backup in lockstep, which knows what the primary's reads gave.
 pub trait ReadFollower: Send + Sync {
     /// The next read of a disk came. Given back, it is to be read from this image.
     fn came(&self, read: AwaitedRead) -> Option<AwaitedRead>;
-    /// This image could not be read, again and again. The read is not answered: the guest would
-    /// see an error that the primary's does not.
+    /// Tells that this image could not be read, again and again. The read is not answered: the
+    /// guest would see an error that the primary's does not.
     fn failed(&self, disk: DiskIndex, at: Span, error: &io::Error);
 }
 
@@ -40,14 +41,14 @@ pub trait ReadFollower: Send + Sync {
 pub struct Span {
     /// First byte.
     pub offset: u64,
-    /// How many.
+    /// Number of bytes.
     pub length: u32,
 }
 
-/// What is done about the guest's reads.
+/// Choice of what is done about the guest's reads.
 #[derive(Clone, Default)]
 pub enum Reads {
-    /// Nothing.
+    /// Nothing beside the answer.
     #[default]
     Plain,
     /// Nothing, but a read gives what the image has at its turn: a page that is lent to the socket

@@ -13,21 +13,22 @@ use std::time::{Duration, Instant};
 
 /// Tables of an image of some terabytes are read within this; a guest that is to start waits no longer.
 const BOUND: Duration = Duration::from_secs(10);
-/// Between two looks whether it is done.
+/// Time between two looks whether it is done.
 const GLANCE: Duration = Duration::from_millis(5);
-/// Where a qcow2 header has its incompatible features, as big-endian bits, and the one of an image
-/// whose counts of references QEMU makes anew itself when it opens it.
+/// Offset where a qcow2 header has its incompatible features, as big-endian bits, and the one of an
+/// image whose counts of references QEMU makes anew itself when it opens it.
 const FEATURES_AT: u64 = 72;
 const DIRTY: u64 = 1;
 
-/// What is known of an image's tables.
+/// State of an image's tables, as far as it is known.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Tables {
-    /// They are whole.
+    /// The tables are whole.
     Whole,
-    /// They are, and so many clusters are nobody's: room that is lost, and nothing else.
+    /// The tables are whole, and so many clusters are nobody's: room that is lost, and nothing
+    /// else.
     Leaks(u64),
-    /// It could not be found out, for this reason.
+    /// The state could not be found out, for this reason.
     Unchecked(String),
 }
 
@@ -60,7 +61,7 @@ fn is_dirty(path: &Path) -> io::Result<bool> {
     }
 }
 
-/// What `qemu-img check` answers.
+/// Answer of `qemu-img check`.
 fn checked(path: &Path) -> io::Result<Value> {
     let mut child = Command::new("qemu-img")
         .args(["check", "-U", "-f", "qcow2", "--output=json"])

@@ -1,4 +1,4 @@
-//! Since when a device has not answered.
+//! Times since which a device has not answered.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

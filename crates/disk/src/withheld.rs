@@ -22,15 +22,15 @@ pub(crate) struct Withheld(Mutex<State>);
 
 #[derive(Default)]
 struct State {
-    /// None: QEMU learns of errors.
+    /// Callback that learns of errors; none: QEMU learns of them.
     told: Option<OnError>,
     answers: Vec<Answer>,
-    /// What the first error was, since QEMU tells of not every one.
+    /// First error, since QEMU tells of not every one.
     first: Option<String>,
 }
 
 impl Withheld {
-    /// From now on QEMU does not learn of errors.
+    /// Begins to withhold: from now on QEMU does not learn of errors.
     pub(crate) fn begin(&self, told: OnError) {
         self.lock().told = Some(told);
     }
@@ -57,7 +57,7 @@ impl Withheld {
         told(error);
     }
 
-    /// What the first error was, if there was any.
+    /// First error, if there was any.
     pub(crate) fn first(&self) -> Option<String> {
         self.lock().first.clone()
     }

@@ -4,8 +4,12 @@ mod common;
 
 use common::{MIB, Numbers, Served, qemu_img, qemu_io};
 use std::fs;
+use std::process::Command;
 use std::sync::Arc;
-use understudy_disk::{Disk, DiskError, ImageFormat, NbdServer, export_bytes};
+use understudy_disk::{
+    ChangeMap, Disk, DiskError, GRANULE_BYTES, ImageFormat, NbdServer, export_bytes,
+    export_bytes_as_listed,
+};
 use understudy_protocol::DiskIndex;
 
 #[test]
@@ -129,6 +133,42 @@ fn qcow2_runs_on_top_of_the_raw_export() {
     qemu_img(&["check", "-q", "-f", "qcow2", &name]);
     qemu_img(&["compare", "-f", "raw", "-F", "qcow2", &source, &name]);
     assert!(export_bytes(&name, ImageFormat::Qcow2).unwrap() >= export);
+}
+
+/// What a qcow2 image is shown with changes with what it holds, and its list of changes was thrown away for that.
+#[test]
+fn a_qcow2_images_list_of_changes_is_gone_on_with_at_each_start() {
+    let dir = tempfile::tempdir().unwrap();
+    let (image, list) = (dir.path().join("image.qcow2"), dir.path().join("disk0.changes"));
+    let name = image.to_str().unwrap().to_owned();
+    qemu_img(&["create", "-q", "-f", "qcow2", &name, "64M"]);
+    let as_listed = || export_bytes_as_listed(&image, ImageFormat::Qcow2, &list).unwrap();
+    let measured = || export_bytes(&image, ImageFormat::Qcow2).unwrap();
+    let first = as_listed();
+    assert_eq!(first, measured(), "there is no list");
+    let map = ChangeMap::create(&list, first, &image).unwrap();
+    map.unseal().unwrap();
+    map.merge(&[3..5]).unwrap();
+    drop(map);
+    let in_guest = |command: &str| {
+        let mut qemu_io = Command::new("qemu-io");
+        let status = qemu_io.args(["-f", "qcow2", "-d", "unmap", "-c", command, &name]).status();
+        assert!(status.unwrap().success(), "{command}");
+    };
+    in_guest("write -q -P 1 0 8M");
+    let second = as_listed();
+    assert!(second >= first + 8 * MIB, "{first}, then {second}");
+    let map = ChangeMap::open(&list, second, &image).unwrap().unwrap();
+    assert_eq!(map.runs(), [3..5]);
+    drop(map);
+    // Holes are as good as what they read as.
+    in_guest("discard -q 0 8M");
+    assert!(measured() < second, "it holds as much as before");
+    let third = as_listed();
+    assert_eq!(third, second);
+    let map = ChangeMap::open(&list, third, &image).unwrap().unwrap();
+    assert_eq!(map.runs(), [3..5]);
+    map.merge(&[third / GRANULE_BYTES - 1..third / GRANULE_BYTES]).unwrap();
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Lockstep: what one server's reads gave answers those of another, which has nothing of it.
+//! Reads in lockstep: what one server's gave answers those of another, which has nothing of it.
 
 mod common;
 

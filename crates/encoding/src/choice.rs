@@ -1,4 +1,4 @@
-//! Which methods are worth their CPU time on this link.
+//! Choice of the methods that are worth their CPU time on this link.
 
 use crate::{DEFAULT_CACHE_PAGES, MOST_CACHE_PAGES, Reference};
 use schemars::JsonSchema;
@@ -6,14 +6,14 @@ use serde::{Deserialize, Serialize};
 use std::time::Duration;
 use understudy_protocol::PAGE_SIZE;
 
-/// What a user asks for.
+/// Choice of compression by a user.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Compression {
     /// Each method as long as it saves more time on the link than it costs of the CPU.
     #[default]
     Auto,
-    /// Zero pages are left out, and nothing else.
+    /// No method: zero pages are left out, and nothing else.
     None,
     /// The general compressor.
     General,
@@ -23,11 +23,11 @@ pub enum Compression {
     Hybrid,
 }
 
-/// How a session's pages are to be encoded.
+/// Plan for how a session's pages are to be encoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct EncodingPlan {
-    /// Which methods may be used.
+    /// Methods that may be used.
     pub compression: Compression,
     /// Pages in the cache of what was sent, 1 to [`MOST_CACHE_PAGES`]; 4 KiB each.
     pub cache_pages: u32,
@@ -40,7 +40,7 @@ impl Default for EncodingPlan {
 }
 
 impl EncodingPlan {
-    /// What is wrong with it, if anything is.
+    /// Checks the plan; an error says what is wrong with it.
     pub fn validate(&self) -> Result<(), String> {
         let pages = self.cache_pages;
         match (1..=MOST_CACHE_PAGES).contains(&pages) {
@@ -75,14 +75,14 @@ const REFERENCES_LATER: u64 = TRIAL / 2;
 /// [docs/performance/data-plane.md]: ../../../docs/performance/data-plane.md
 const BYTE: f64 = 1e-9;
 
-/// What the backup's processor has to do for a page that was compressed, as a part of the time
+/// Work of the backup's processor for a page that was compressed, as a part of the time
 /// that compressing took: it unpacks it twice, to check it and to apply it.
 const UNPACKING: f64 = 0.5;
 
 /// The backup hashes what a reference means as often, for the same reason.
 const CHECKS: f64 = 2.0;
 
-/// What is supposed of references until some were looked for: of so many pages half are found.
+/// Gain that is supposed of references until some were looked for: of so many pages half are found.
 const SUPPOSED: Gain =
     Gain { pages: 1000.0, seconds: 1000.0 * 5e-6, saved_bytes: 500.0 * PAGE_SIZE as f64 };
 
@@ -109,7 +109,7 @@ pub(crate) struct Choice {
     resting: bool,
 }
 
-/// What a method costs and saves, a page on average.
+/// Cost and savings of a method, a page on average.
 #[derive(Clone, Copy, Debug, Default)]
 struct Gain {
     pages: f64,
@@ -118,7 +118,7 @@ struct Gain {
 }
 
 impl Gain {
-    /// Older pages count for less and less.
+    /// Memory in pages: older pages count for less and less.
     const MEMORY: f64 = 20_000.0;
 
     fn add(&mut self, pages: u64, seconds: f64, saved_bytes: u64) {
@@ -192,7 +192,7 @@ impl Choice {
         self.general.add(pages, took.as_secs_f64() * (1.0 + UNPACKING), saved_bytes);
     }
 
-    /// Of `pages`, so many were found on the backup's mirror.
+    /// Notes that of `pages` so many were found on the backup's mirror.
     pub fn references_did(&mut self, pages: u64, took: Duration, found: u64) {
         if pages > 0 {
             let checked = CHECKS * found as f64 / pages as f64;

@@ -1,4 +1,4 @@
-//! What an encoder did.
+//! Counters of what an encoder did.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -11,23 +11,23 @@ use understudy_protocol::PAGE_SIZE;
 pub struct Counters {
     /// Pages given to the encoder.
     pub pages: u64,
-    /// Of them, sent as zero pages.
+    /// Pages of them that were sent as zero pages.
     pub zero: u64,
-    /// Not sent: equal to what the backup has.
+    /// Pages that were not sent: equal to what the backup has.
     pub unchanged: u64,
-    /// Sent as deltas.
+    /// Pages that were sent as deltas.
     pub delta: u64,
-    /// Sent as references to blocks of a disk.
+    /// Pages that were sent as references to blocks of a disk.
     pub reference: u64,
     /// Bytes that these would have taken more, raw.
     pub reference_saved_bytes: u64,
-    /// Sent through the general compressor.
+    /// Pages that were sent through the general compressor.
     pub general: u64,
-    /// Sent as they are.
+    /// Pages that were sent as they are.
     pub raw: u64,
-    /// Looked up in the cache.
+    /// Pages that were looked up in the cache.
     pub lookups: u64,
-    /// Found there.
+    /// Pages that were found there.
     pub hits: u64,
     /// Bytes of all the messages' payloads.
     pub bytes: u64,
@@ -64,7 +64,7 @@ impl Counters {
 impl Sub for Counters {
     type Output = Counters;
 
-    /// What was done since `earlier`.
+    /// Counts since `earlier`.
     fn sub(self, earlier: Counters) -> Counters {
         Counters {
             pages: self.pages - earlier.pages,

@@ -1,4 +1,4 @@
-//! What changed in a page, run-length coded (Remus 3.4).
+//! Changes in a page, run-length coded (Remus 3.4).
 //!
 //! A delta is a list of runs: how many bytes stay as they are, how many follow, then
 //! those bytes. Both numbers are 7 bits a byte, the lower ones first, the highest bit set
@@ -10,7 +10,7 @@
 use crate::Page;
 use understudy_protocol::PAGE_SIZE;
 
-/// Compared at once; equal blocks, nearly all of a page as a rule, cost no more.
+/// Bytes that are compared at once; equal blocks, nearly all of a page as a rule, cost no more.
 const BLOCK: usize = 64;
 
 /// A gap of unchanged bytes this short costs less inside a run than between two.

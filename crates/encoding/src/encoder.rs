@@ -34,7 +34,7 @@ struct Work {
     raw: Vec<Range<usize>>,
 }
 
-/// What the first pass found out about a page.
+/// Plan for a page, as the first pass found it.
 #[derive(Clone, Debug)]
 enum Plan {
     Zero,
@@ -74,7 +74,7 @@ impl Encoder {
         self.choice.methods()
     }
 
-    /// What was done since the first synchronisation.
+    /// Counts of what was done since the first synchronisation.
     pub fn counters(&self) -> Counters {
         self.counters
     }
@@ -147,7 +147,7 @@ impl Encoder {
         }
     }
 
-    /// What is left goes as references, as far as the backup's mirror has it.
+    /// Finds references for what is left, as far as the backup's mirror has it.
     fn find_references(
         &mut self,
         runs: &[PageRun],

@@ -1,4 +1,4 @@
-//! How captured pages travel to the backup (Remus 3.4).
+//! Encoding in which captured pages travel to the backup (Remus 3.4).
 //!
 //! | kind    | is sent as | when |
 //! |---------|------------|------|

@@ -1,5 +1,5 @@
-//! How a batch of QEMU's log travels (lockstep mode): as it is, or as one LZ4 block if that
-//! is shorter. Most of a log is the same few events again and again.
+//! Form in which a batch of QEMU's log travels (lockstep mode): as it is, or as one LZ4 block if
+//! that is shorter. Most of a log is the same few events again and again.
 
 use lz4_flex::block::{compress_into, decompress_into, get_maximum_output_size};
 
@@ -12,7 +12,7 @@ const LEAST_BYTES: usize = 512;
 /// The longest batch. A message has room for it whether or not it can be compressed.
 pub const MOST_LOG_BYTES: usize = understudy_protocol::wire::MAX_PAYLOAD - HEAD_BYTES;
 
-/// What is wrong with what is to be a batch.
+/// Error in what is to be a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct LogError(&'static str);

@@ -23,25 +23,25 @@ pub(crate) const REFERENCE: u64 = 4;
 const PREFIX: usize = 8;
 const ENTRY: usize = 8;
 
-/// What is wrong with a `Pages` message.
+/// Error in a `Pages` message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("malformed Pages message: {0}")]
 pub struct EncodingError(&'static str);
 
 const NO_DELTA: EncodingError = EncodingError("a delta does not fit a page");
 
-/// How one page travels.
+/// Form in which one page travels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageData<'a> {
     /// All bytes are zero.
     Zero,
     /// The page as it is.
     Raw(&'a Page),
-    /// What changed since the page was last sent.
+    /// Changes since the page was last sent.
     Delta(&'a [u8]),
     /// The page, compressed.
     General(&'a [u8]),
-    /// What a block of a disk holds.
+    /// Reference to a block of a disk, which holds the content.
     Reference(Reference),
 }
 

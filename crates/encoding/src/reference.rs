@@ -13,7 +13,7 @@ pub struct DiskBlock {
 }
 
 impl DiskBlock {
-    /// Where it begins, in bytes; none if no disk is that large.
+    /// Offset where it begins, in bytes; none if no disk is that large.
     pub fn offset(self) -> Option<u64> {
         self.number.checked_mul(PAGE_SIZE as u64)
     }
@@ -35,9 +35,9 @@ impl PageHash {
 /// The page is what this block of a disk holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reference {
-    /// Where the content is.
+    /// Block that has the content.
     pub block: DiskBlock,
-    /// What it must hash to: a mirror that holds something else is found out.
+    /// Hash that the content must have: a mirror that holds something else is found out.
     pub hash: PageHash,
 }
 

@@ -1,4 +1,4 @@
-/// True if every byte is zero.
+/// Whether every byte is zero.
 ///
 /// Checked in blocks, so that the compiler uses vector instructions inside a block and a
 /// page with early content is left early.

@@ -1,4 +1,5 @@
-//! What the encoder makes of any history of pages, the reader makes those pages again.
+//! Tests that from what the encoder makes of any history of pages the reader makes those pages
+//! again.
 
 use proptest::prelude::*;
 use std::time::Duration;
@@ -27,7 +28,7 @@ fn new_encoder(compression: Compression, cache_pages: u32) -> Encoder {
     Encoder::new(EncodingPlan { compression, cache_pages }, no_time)
 }
 
-/// What a guest does to a page between two messages.
+/// Change that a guest makes to a page between two messages.
 #[derive(Clone, Debug)]
 enum Write {
     Zero,

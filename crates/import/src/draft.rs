@@ -7,7 +7,7 @@ use understudy_qemu::VmDefinition;
 use understudy_qemu::definition::{CardDefinition, DiskBus, DiskDefinition, DiskFormat, Vga};
 use understudy_qemu::processor::KVM_BASELINE;
 
-/// Of Debian's and Ubuntu's package ovmf.
+/// Files of Debian's and Ubuntu's package ovmf.
 const UEFI: [&str; 2] = ["/usr/share/OVMF/OVMF_CODE_4M.fd", "/usr/share/OVMF/OVMF_VARS_4M.fd"];
 /// The same for secure boot, with Microsoft's keys.
 const SECURE: [&str; 2] =
@@ -20,9 +20,9 @@ pub(crate) struct Draft<'a> {
     copies: Vec<Template>,
     /// The firmware's: the last of all disks.
     variables: Option<DiskDefinition>,
-    /// By which the manager calls it, if not by its name.
+    /// Name by which the manager calls it, if not by its name.
     pub(crate) uuid: Option<String>,
-    /// Of the processor, beside its model.
+    /// Flags of the processor, beside its model.
     pub(crate) flags: Vec<String>,
 }
 

@@ -1,22 +1,23 @@
-//! What becomes of a part of a VM.
+//! Outcome for each part of a VM.
 
 use serde::Serialize;
 use std::fmt;
 
-/// What becomes of one part of the VM, and why.
+/// Outcome for one part of the VM, and the reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// What becomes of it.
+    /// Outcome for the part.
     pub outcome: Outcome,
     /// Its line in the text, from 1.
     pub line: usize,
     /// The part, in the words of the text.
     pub what: String,
-    /// What it is from now on, or why not; empty if there is nothing to say.
+    /// Reason: what the part is from now on, or why it is not there; empty if there is nothing to
+    /// say.
     pub why: String,
 }
 
-/// What becomes of a part.
+/// Outcome for a part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
@@ -24,9 +25,9 @@ pub enum Outcome {
     Taken,
     /// The guest, or its administrator, finds something else in its place.
     Changed,
-    /// It is gone; the guest does without.
+    /// Nothing is in its place; the guest does without.
     LeftOut,
-    /// With it the VM cannot be protected.
+    /// The VM cannot be protected with it.
     Refused,
 }
 

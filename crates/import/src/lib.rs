@@ -23,19 +23,19 @@ use std::path::PathBuf;
 use understudy_protocol::VmName;
 use understudy_qemu::VmDefinition;
 
-/// What the text itself does not say.
+/// Facts that the text itself does not tell.
 #[derive(Clone, Debug, Default)]
 pub struct Surroundings {
     /// The VM's name here, if not the one that it has.
     pub name: Option<VmName>,
-    /// By the name of a manager's network: the bridge that it is.
+    /// Bridges, by the name of the manager's network that each is.
     pub bridges: BTreeMap<String, String>,
-    /// By the name of a manager's volume: its file or block device.
+    /// Files or block devices, by the name of the manager's volume.
     pub volumes: BTreeMap<String, PathBuf>,
 }
 
 impl Surroundings {
-    /// What a VM is called here: as somebody says, else as it is called there, with `-` for what a
+    /// Name of a VM here: as somebody says, else as it is called there, with `-` for what a
     /// name cannot have within it.
     fn name(&self, there: &str) -> Result<VmName, String> {
         if let Some(name) = &self.name {
@@ -48,12 +48,12 @@ impl Surroundings {
     }
 }
 
-/// What became of a VM.
+/// Outcome of importing a VM.
 #[derive(Clone, Debug)]
 pub struct Import {
     /// The VM; none if anything was refused.
     pub definition: Option<VmDefinition>,
-    /// What became of each part, in the order of the text.
+    /// Findings about each part, in the order of the text.
     pub findings: Vec<Finding>,
     /// Files that the definition names and that are to be made first.
     pub copies: Vec<Template>,

@@ -18,7 +18,8 @@ pub fn libvirt(text: &str, surroundings: &Surroundings) -> Import {
     read(text, surroundings).unwrap_or_else(|(line, why)| Import::refused(line, "the domain", why))
 }
 
-/// What a definition cannot be begun without is an error, with its line.
+/// Reads a definition; if something is missing that it cannot be begun without, that is an error,
+/// with its line.
 fn read(text: &str, surroundings: &Surroundings) -> Result<Import, (usize, String)> {
     let domain = xml::parse(text)?;
     if domain.name != "domain" {
@@ -182,7 +183,7 @@ fn os(draft: &mut Draft<'_>, os: &Element) {
     }
 }
 
-/// Where a firmware's variables are; none if they are to be made.
+/// Path of a firmware's variables; none if they are to be made.
 fn variables(draft: &mut Draft<'_>, store: &Element) -> Option<PathBuf> {
     let why = match (store.get("type"), store.get("format")) {
         ("" | "file", "qcow2") => {
@@ -236,7 +237,7 @@ fn power(draft: &mut Draft<'_>, power: &Element) {
     }
 }
 
-/// What accelerates the domain.
+/// Accelerator of the domain.
 fn accelerator(domain: &Element) -> Result<AcceleratorChoice, (usize, String)> {
     match domain.get("type") {
         "qemu" => Ok(AcceleratorChoice::Tcg),

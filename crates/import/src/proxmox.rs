@@ -23,7 +23,7 @@ impl<'a> Line<'a> {
         Ok(Line { number, key: key.trim(), value: value.trim() })
     }
 
-    /// As it stands in the text.
+    /// Text as it stands there.
     fn text(&self) -> String {
         format!("{}: {}", self.key, self.value)
     }
@@ -41,7 +41,7 @@ impl<'a> Line<'a> {
         options.filter(|part| !known.contains(&&*key(part))).map(str::to_owned).collect()
     }
 
-    /// What the value begins with, before its options.
+    /// Part that the value begins with, before its options.
     fn subject(&self) -> &'a str {
         self.value.split(',').next().unwrap_or_default()
     }
@@ -119,7 +119,7 @@ fn boot_order<'a>(
     order.split(';').chain([legacy]).filter(|key| !key.is_empty()).collect()
 }
 
-/// What Proxmox gives a Windows of these versions under KVM.
+/// Versions of Windows that Proxmox gives the following under KVM.
 const WINDOWS: [&str; 4] = ["win7", "win8", "win10", "win11"];
 const ENLIGHTENMENTS: [&str; 10] = [
     "hv-spinlocks=0x1fff",
@@ -134,7 +134,7 @@ const ENLIGHTENMENTS: [&str; 10] = [
     "hv-ipi=on",
 ];
 
-/// What the kind of the guest's system means.
+/// Applies what the kind of the guest's system means.
 fn windows<'a>(draft: &mut Draft<'_>, find: impl Fn(&str) -> Option<Line<'a>>) {
     let Some(line) = find("ostype") else { return };
     let plain = ["l26", "other", ""];
@@ -157,7 +157,7 @@ fn windows<'a>(draft: &mut Draft<'_>, find: impl Fn(&str) -> Option<Line<'a>>) {
     draft.changed(line.number, line.text(), why);
 }
 
-/// What every VM has; what is not said is Proxmox's default.
+/// Begins the definition with what every VM has; what is not said is Proxmox's default.
 fn begin<'a>(
     find: impl Fn(&str) -> Option<Line<'a>>,
     surroundings: &Surroundings,

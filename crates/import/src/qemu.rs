@@ -7,7 +7,7 @@ use crate::{Import, Surroundings};
 use understudy_qemu::VmDefinition;
 use understudy_qemu::definition::{AcceleratorChoice, MemorySize, Topology, Vga};
 
-/// Where a command line is, in a report.
+/// Line that a report gives for a command line.
 const LINE: usize = 1;
 
 /// An option, and its value like `virtio-blk-pci,drive=d0,serial=x`.
@@ -18,12 +18,12 @@ struct Argument {
 }
 
 impl Argument {
-    /// As it stands on the command line.
+    /// Text as it stands on the command line.
     fn text(&self) -> String {
         format!("{} {}", self.option, self.value).trim_end().to_owned()
     }
 
-    /// What the value begins with, if that has no name.
+    /// Part that the value begins with, if that has no name.
     fn subject(&self) -> &str {
         let first = self.value.split(',').next().unwrap_or_default();
         if first.contains('=') { "" } else { first }
@@ -105,7 +105,7 @@ fn arguments(line: &str) -> Result<Vec<Argument>, String> {
     Ok(found)
 }
 
-/// What every VM has; what is not said is QEMU's default.
+/// Begins the definition with what every VM has; what is not said is QEMU's default.
 fn begin(arguments: &[Argument], surroundings: &Surroundings) -> Result<VmDefinition, String> {
     let find = |option: &str| arguments.iter().rfind(|argument| argument.option == option);
     let name = surroundings.name(find("-name").map_or("", |it| it.named(&["guest"])))?;
@@ -146,7 +146,7 @@ fn processors(vm: &mut VmDefinition, smp: &Argument) -> Result<(), String> {
     Ok(())
 }
 
-/// What is no device.
+/// Applies an argument that is no device.
 fn apply(draft: &mut Draft<'_>, argument: &Argument) {
     let (text, value) = (argument.text(), argument.value.clone());
     match &argument.option[..] {

@@ -9,7 +9,7 @@ const MOST_DEPTH: usize = 64;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Element {
     pub(crate) name: String,
-    /// From 1.
+    /// Line, from 1.
     pub(crate) line: usize,
     pub(crate) attributes: Vec<(String, String)>,
     pub(crate) children: Vec<Element>,
@@ -46,7 +46,7 @@ impl Element {
         others.map(|(name, value)| format!("{name}='{value}'")).collect()
     }
 
-    /// As its first tag stands in the text.
+    /// Text of its first tag.
     pub(crate) fn tag(&self) -> String {
         let attributes = self.attributes.iter().map(|(name, value)| format!(" {name}='{value}'"));
         format!("<{}{}>", self.name, attributes.collect::<String>())

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf, absolute};
 /// The root file system, below the directory with the guests' files.
 pub(crate) const BENCH_IMAGE: &str = "bench/disk.img";
 
-/// What the bench guest boots from: the same for every QEMU that it is compared on.
+/// Files that the bench guest boots from: the same for every QEMU that it is compared on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BenchGuest {
     /// Linux.

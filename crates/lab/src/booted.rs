@@ -43,11 +43,11 @@ const CLEAR: &str = "echo 3 > /proc/sys/vm/drop_caches; mkdir /zeros; mount -t t
                      free=$(awk '/MemFree/ { print $2 - 12288 }' /proc/meminfo); \
                      fallocate -l ${free}k /zeros/file; umount /zeros; rmdir /zeros";
 const LIMIT: Duration = Duration::from_secs(120);
-/// Saved guests that no test has used for so long are removed.
+/// Age after which saved guests that no test has used are removed.
 const KEPT: Duration = Duration::from_secs(24 * 3600);
 const LOCK: &str = ".lock";
 const UNFINISHED: &str = "unfinished-";
-/// What of a disk tells it from another, in bytes.
+/// Length of the part of a disk that tells it from another, in bytes.
 const BEGINNING: usize = 4096;
 
 /// Has the guest of this definition start where one like it had booted, and brings its disks
@@ -77,7 +77,7 @@ fn is_usual(definition: &VmDefinition) -> bool {
     definition.kernel.is_some() && raw && !switches && definition.cards.len() == 1
 }
 
-/// Where the saved guest is, which is made if there is none.
+/// Path of the saved guest, which is made if there is none.
 fn saved(definition: &VmDefinition, store: &Path, binary: &Path) -> Result<PathBuf> {
     fs::create_dir_all(store)?;
     let store = store.canonicalize()?;
@@ -189,7 +189,7 @@ fn await_idle(lab: &Lab, host: &HostProcess, definition: &VmDefinition) -> Resul
     Ok(())
 }
 
-/// What the kernel's command line gives to the guest's card.
+/// Address that the kernel's command line gives to the guest's card.
 fn address(definition: &VmDefinition) -> Result<Ipv4Addr> {
     let line = definition.append.as_deref().unwrap_or_default();
     let value = line.split(' ').find_map(|word| word.strip_prefix("us.ip="));

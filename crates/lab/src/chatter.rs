@@ -7,7 +7,7 @@ use anyhow::Result;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-/// What the connections carry.
+/// Load that the connections carry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Load {
     /// Short questions and answers, with the guest's record server.
@@ -59,7 +59,7 @@ impl ChatterClient {
     }
 }
 
-/// What a [`ChatterClient`] has seen.
+/// Report on what a [`ChatterClient`] has seen.
 pub struct ChatterReport {
     transcripts: Vec<Transcript>,
 }

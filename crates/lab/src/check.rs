@@ -15,13 +15,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use tempfile::TempDir;
 
-/// Where the guest's record server keeps its records.
+/// Path where the guest's record server keeps its records.
 pub const RECORD_FILE: &str = "/records";
 
-/// What is wrong with a disk; see [`is_intact`](DiskCheck::is_intact).
+/// Findings on a disk; see [`is_intact`](DiskCheck::is_intact).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DiskCheck {
-    /// What `e2fsck` complained of after the journal was replayed.
+    /// Complaints of `e2fsck` after the journal was replayed.
     pub file_system: Option<String>,
     /// The records.
     pub records: RecordCheck,
@@ -34,20 +34,20 @@ impl DiskCheck {
     }
 }
 
-/// What became of acknowledged records.
+/// Fate of acknowledged records.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct RecordCheck {
     /// Whole records in the file.
     pub found: u64,
-    /// Acknowledged and absent.
+    /// Records that were acknowledged and are absent.
     pub lost: Vec<u64>,
-    /// There more than once.
+    /// Records that are there more than once.
     pub repeated: Vec<u64>,
-    /// There after a record with a higher number.
+    /// Records that are there after a record with a higher number.
     pub out_of_order: Vec<u64>,
     /// Lines that are not `NUMBER PAYLOAD` with that number's payload.
     pub damaged: Vec<String>,
-    /// Written and not acknowledged, at most the one that was under way; no
+    /// Records that were written and not acknowledged, at most the one that was under way; no
     /// fault.
     pub unacknowledged: Vec<u64>,
 }

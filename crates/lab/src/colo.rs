@@ -35,11 +35,11 @@ const NBD: u16 = 9999;
 const PRIMARY_IN: u16 = 9001;
 const RELEASE: u16 = 9005;
 
-/// For the QEMUs to find each other.
+/// Time for the QEMUs to find each other.
 const CONNECT_LIMIT: Duration = Duration::from_secs(60);
-/// For the first copy of the guest, which has not begun to boot.
+/// Time for the first copy of the guest, which has not begun to boot.
 const ENTER_LIMIT: Duration = Duration::from_secs(10);
-/// For the guest to boot, and for a checkpoint: QEMU makes one after 20 s at the latest.
+/// Time for the guest to boot, and for a checkpoint: QEMU makes one after 20 s at the latest.
 const BOOT_LIMIT: Duration = Duration::from_secs(25);
 
 /// COLO did not come to run a guest.
@@ -48,7 +48,7 @@ const BOOT_LIMIT: Duration = Duration::from_secs(25);
 pub struct ColoError {
     /// QEMU's version.
     pub version: String,
-    /// What it was met with, in QEMU's words.
+    /// Reason that it was met with, in QEMU's words.
     pub reason: String,
 }
 
@@ -196,7 +196,7 @@ impl Colo {
         Ok(())
     }
 
-    /// What both QEMUs said, added to what went wrong.
+    /// Error that has what both QEMUs said added to what went wrong.
     fn explained(&self, error: anyhow::Error) -> anyhow::Error {
         let mut words = Vec::new();
         for (who, qemu) in [("primary", &self.primary), ("secondary", &self.secondary)] {
@@ -332,7 +332,7 @@ fn arguments(pairs: &[(&str, &str)]) -> Vec<OsString> {
     pairs.iter().flat_map(|(option, value)| [option.into(), value.into()]).collect()
 }
 
-/// In QEMU's key=value options a comma in a value is written twice.
+/// Escapes a path: in QEMU's key=value options a comma in a value is written twice.
 fn escaped(path: &Path) -> Result<String> {
     let text = path.to_str().with_context(|| format!("{} is not UTF-8", path.display()))?;
     Ok(text.replace(',', ",,"))

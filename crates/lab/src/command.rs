@@ -1,4 +1,4 @@
-//! Running the system's own programs.
+//! Runs of the system's own programs.
 
 use anyhow::{Context, Result, bail};
 use std::io::ErrorKind;

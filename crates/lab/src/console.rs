@@ -13,30 +13,30 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// For a shell to answer, while the guest may still boot on a busy machine.
+/// Time for a shell to answer, while the guest may still boot on a busy machine.
 const CONNECT_LIMIT: Duration = Duration::from_secs(240);
-/// For one try: what is typed before the shell runs is lost.
+/// Time for one try: what is typed before the shell runs is lost.
 const GREETING_LIMIT: Duration = Duration::from_millis(500);
 /// A terminal takes no longer line (`man 3 termios`), with room for the markers.
 const LONGEST_LINE: usize = 3800;
 /// More output than any line of a benchmark prints.
 const MOST_OUTPUT: usize = 16 * 1024 * 1024;
-/// How much of it an error shows.
+/// Length of it that an error shows.
 const EXCERPT: usize = 2000;
 
-/// How a line of shell ended on the console.
+/// End of a line of shell on the console.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ConsoleOutput {
     /// The exit code, or 128 plus the signal that ended it.
     pub code: i32,
-    /// What it wrote to stdout and stderr.
+    /// Text that it wrote to stdout and stderr.
     pub text: String,
-    /// From its start to its end, by this machine's clock.
+    /// Time from its start to its end, by this machine's clock.
     pub took: Duration,
 }
 
 impl ConsoleOutput {
-    /// Itself if the line ended well, else an error with what it printed.
+    /// Returns itself if the line ended well, else an error with what it printed.
     pub fn expect_success(self, line: &str) -> Result<ConsoleOutput> {
         ensure!(self.code == 0, "`{line}` ended with {}: {}", self.code, tail(&self.text));
         Ok(self)
@@ -49,7 +49,7 @@ pub struct Console {
     /// Tells the answers to this connection from those to an earlier one.
     name: String,
     lines: u64,
-    /// What came and was not looked at yet.
+    /// Text that came and was not looked at yet.
     pending: Vec<u8>,
 }
 

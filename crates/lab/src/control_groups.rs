@@ -24,7 +24,7 @@ fn owner(name: &str) -> Option<&str> {
     rest.split('-').next()
 }
 
-/// Where this process is, in the hierarchies that daemons use.
+/// Places of this process in the hierarchies that daemons use.
 fn own() -> Vec<PathBuf> {
     let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let own = |line: &str| {

@@ -12,14 +12,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// For the guest to accept a connection.
+/// Time for the guest to accept a connection.
 const CONNECT_LIMIT: Duration = Duration::from_secs(120);
-/// How often a waiting thread looks whether it is to stop.
+/// Time after which a waiting thread looks again whether it is to stop.
 const STOP_INTERVAL: Duration = Duration::from_millis(50);
-/// For the answer to the last request, once stopping was asked for.
+/// Time for the answer to the last request, once stopping was asked for.
 const LAST_ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
-/// Why a conversation ended before it was stopped.
+/// Reason why a conversation ended before it was stopped.
 #[derive(Debug, thiserror::Error)]
 pub enum ConversationError {
     /// The connection broke.
@@ -60,13 +60,13 @@ pub(crate) struct Exchange {
     pub(crate) answer: Vec<u8>,
 }
 
-/// What happened on one connection.
+/// Transcript of what happened on one connection.
 pub(crate) struct Transcript {
-    /// When each round's answer was complete; round 1 is the first.
+    /// Times at which each round's answer was complete; round 1 is the first.
     pub(crate) answers: Vec<Instant>,
-    /// When the first request was sent.
+    /// Time at which the first request was sent.
     pub(crate) begun: Instant,
-    /// When the conversation was over.
+    /// Time at which the conversation was over.
     pub(crate) ended: Instant,
     pub(crate) error: Option<ConversationError>,
 }
@@ -232,7 +232,7 @@ impl Line<'_> {
         Ok(())
     }
 
-    /// How many bytes went through; 0 after a time-out, which is no error
+    /// Number of bytes that went through; 0 after a time-out, which is no error
     /// unless the client has been waiting for its end for too long.
     fn progress(
         &self,

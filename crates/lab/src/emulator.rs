@@ -18,12 +18,12 @@ use understudy_qemu::lockstep::LogRole;
 use understudy_qemu::process::{Exit, Launch};
 use understudy_qemu::{Capabilities, ClockBase, Qemu, Resources, Role, VmDefinition, command_line};
 
-/// For a QEMU that has closed its monitor to be gone.
+/// Time for a QEMU that has closed its monitor to be gone.
 const END_LIMIT: Duration = Duration::from_secs(60);
 const CONSOLE: &str = "console";
 const LOG: &str = "qemu.log";
 
-/// What to start.
+/// Description of what to start.
 pub(crate) struct Blueprint<'a> {
     /// QEMU.
     pub qemu: &'a Capabilities,
@@ -33,15 +33,15 @@ pub(crate) struct Blueprint<'a> {
     pub counted: bool,
     /// The tap that QEMU makes; it becomes a port of the host's bridge.
     pub tap: &'a str,
-    /// What it has in the place of the product's.
+    /// Parts that it has in the place of the product's.
     pub parts: Parts,
-    /// For QEMU's log and its sockets; must exist.
+    /// Directory for QEMU's log and its sockets; must exist.
     pub directory: &'a Path,
 }
 
 /// Parts of a machine that the product has not.
 pub(crate) struct Parts {
-    /// For each disk, the arguments that make the block node or drive `disk0`, `disk1`, …
+    /// Arguments for each disk that make the block node or drive `disk0`, `disk1`, …
     pub disks: Vec<Vec<OsString>>,
     /// Whether it waits for a migration, after which its guest runs by itself.
     pub incoming: bool,
@@ -117,12 +117,12 @@ impl Emulator {
         self.execute("stop", json!({})).map(drop)
     }
 
-    /// What happened.
+    /// Events that happened.
     pub(crate) fn events(&self) -> &Events {
         &self.events
     }
 
-    /// How it ended, if it has.
+    /// Exit of the process, if it has ended.
     pub(crate) fn exit(&self) -> Result<Option<Exit>> {
         Ok(self.process.try_wait()?)
     }
@@ -143,7 +143,7 @@ impl Emulator {
     }
 }
 
-/// How a QEMU ended that has closed its monitor, which is the reason of `error`.
+/// End of a QEMU that has closed its monitor, which is the reason of `error`.
 fn explained(process: &Qemu, error: anyhow::Error) -> anyhow::Error {
     match process.wait(END_LIMIT) {
         Ok(Some(exit)) => error.context(exit),

@@ -14,10 +14,10 @@ use std::process::{Child, Stdio};
 use std::time::Duration;
 use understudy_qemu::programs::on_path;
 
-/// Where etcd answers, on every address of its namespace.
+/// Port where etcd answers, on every address of its namespace.
 const CLIENT_PORT: u16 = 2379;
 const PEER_PORT: u16 = 2380;
-/// For etcd to answer after its start, on a busy machine.
+/// Time for etcd to answer after its start, on a busy machine.
 const START_LIMIT: Duration = Duration::from_secs(120);
 /// A host's interface towards etcd.
 pub(crate) const LINK: &str = "etcd";

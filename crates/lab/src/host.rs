@@ -19,11 +19,11 @@ use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant};
 use understudy_client::{Client, Failure};
 
-/// For a daemon to answer after its start.
+/// Time for a daemon to answer after its start.
 const START_LIMIT: Duration = Duration::from_secs(120);
-/// For a daemon to end its VMs and itself after SIGTERM.
+/// Time for a daemon to end its VMs and itself after SIGTERM.
 const TERMINATE_LIMIT: Duration = Duration::from_secs(120);
-/// For one call of the command line; a call that hangs must not hang a test.
+/// Time for one call of the command line; a call that hangs must not hang a test.
 const CALL_SECONDS: &str = "300";
 const LOG: &str = "daemon.log";
 /// Executes the daemon in its own place: the process id is the daemon's.
@@ -37,7 +37,7 @@ const MOUNT_CONTROL_GROUPS: &str = "{ mount -t tmpfs none /sys/fs/cgroup && \
 /// The daemon's own directory, with one directory for each VM.
 const STATE: &str = "state";
 const MACHINE_LOGS: [&str; 2] = ["qemu.log", "console.log"];
-/// How much of a log is worth showing.
+/// Lines of a log that are worth showing.
 const LOG_TAIL_LINES: usize = 60;
 
 /// The daemon's configuration file, `host.toml`.
@@ -64,7 +64,7 @@ struct ShutdownToml {
     power_off_seconds: u64,
 }
 
-/// As a user would write them.
+/// Addresses as a user would write them.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Addresses {
@@ -104,11 +104,11 @@ pub enum ArbiterKind {
     File,
     /// The laboratory's [`Etcd`], which must have been started.
     Etcd,
-    /// None.
+    /// No addresses.
     None,
 }
 
-/// What a daemon gets beyond the laboratory's own configuration.
+/// Options that a daemon gets beyond the laboratory's own configuration.
 #[derive(Clone, Debug, Default)]
 pub struct HostOptions {
     /// Environment variables of the daemon.

@@ -17,7 +17,7 @@ use std::time::Duration;
 pub const BRIDGE: &str = "br0";
 /// The bridge's port towards the switch, in every host.
 pub const UPLINK: &str = "uplink";
-/// Where the client is.
+/// Address of the client.
 pub const CLIENT_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 100);
 /// The address that a guest is given.
 pub const GUEST_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 50);
@@ -27,7 +27,7 @@ pub const PEER_PORT: u16 = 7700;
 /// The kernel's BR_STATE numbers.
 const DISABLED: &str = "0";
 const FORWARDING: &str = "3";
-/// For the kernel to notice that a cable is plugged in.
+/// Time for the kernel to notice that a cable is plugged in.
 const CARRIER_LIMIT: Duration = Duration::from_secs(30);
 
 const SWITCH: &str = "sw0";
@@ -42,7 +42,7 @@ pub struct Lab {
     hosts: Vec<String>,
     cables: usize,
     directory: PathBuf,
-    /// How the processors are shared out; not at all without.
+    /// Shares of the processors; without, they are not shared out.
     shares: Option<Shares>,
 }
 
@@ -74,8 +74,8 @@ impl Lab {
         Ok(lab)
     }
 
-    /// From now on what is started on the first host has a processor to itself, and what is
-    /// started elsewhere another one.
+    /// Pins what is started from now on: on the first host it has a processor to itself, and what
+    /// is started elsewhere another one.
     pub fn pin(&mut self) -> Result<()> {
         self.shares = Some(Shares::find()?);
         Ok(())
@@ -181,7 +181,7 @@ impl Lab {
         Ok(Ipv4Addr::new(10, 81 + cable as u8, 0, self.index(host)? as u8 + 1))
     }
 
-    /// Where a host's daemon listens for its peers: one address for each cable,
+    /// Addresses where a host's daemon listens for its peers: one address for each cable,
     /// or the host's own if it has none.
     pub fn peer_addresses(&self, host: &str) -> Result<Vec<SocketAddr>> {
         let addresses = match self.cables {
@@ -282,7 +282,7 @@ impl Lab {
         Ok(())
     }
 
-    /// What the hosts hold beyond the bare laboratory: taps and other
+    /// Leftovers: what the hosts hold beyond the bare laboratory: taps and other
     /// interfaces, processes, mounts. Empty once every daemon has ended and
     /// has cleaned up. After the laboratory, see [`LabName::leftovers`].
     pub fn leftovers(&self) -> Result<Leftovers> {

@@ -1,4 +1,4 @@
-//! What was not cleaned up.
+//! Leftovers: what was not cleaned up.
 
 use crate::lab::Lab;
 use crate::processes;
@@ -30,7 +30,7 @@ impl Leftovers {
         *self == Leftovers::default()
     }
 
-    /// What hosts hold in a living laboratory beyond its own parts.
+    /// Leftovers: what hosts hold in a living laboratory beyond its own parts.
     pub(crate) fn in_lab(lab: &Lab) -> Result<Leftovers> {
         let mut interfaces = Vec::new();
         let mut inside = Vec::new();
@@ -48,7 +48,7 @@ impl Leftovers {
 }
 
 impl LabName {
-    /// What is left of a laboratory that was removed.
+    /// Leftovers: what is left of a laboratory that was removed.
     pub fn leftovers(&self) -> Result<Leftovers> {
         let namespaces = self.namespaces();
         let mut inside = Vec::new();

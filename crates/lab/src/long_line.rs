@@ -31,7 +31,7 @@ struct Line {
     target: SocketAddr,
     delay_us: AtomicU64,
     bits_per_second: u64,
-    /// When each direction has carried what it was given.
+    /// Times at which each direction has carried what it was given.
     free_at: [Mutex<Instant>; 2],
     stopping: AtomicBool,
     sockets: Mutex<Vec<TcpStream>>,
@@ -63,7 +63,7 @@ impl LongLine {
         Ok(LongLine { line, client })
     }
 
-    /// Where the line begins: the address to dial instead of the host's.
+    /// Address where the line begins: the one to dial instead of the host's.
     pub fn address() -> SocketAddr {
         (CLIENT_ADDRESS, PORT).into()
     }
@@ -134,7 +134,7 @@ impl Line {
         }
     }
 
-    /// When the line has taken so many more bytes.
+    /// Time at which the line has taken so many more bytes.
     fn carry(&self, direction: usize, bytes: usize) -> Instant {
         let takes = Duration::from_secs_f64(bytes as f64 * 8.0 / self.bits_per_second as f64);
         let mut free_at = self.free_at[direction].lock().unwrap_or_else(PoisonError::into_inner);

@@ -14,13 +14,13 @@ use serde_json::{Value, json};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// For a cancelled migration to be over, and for the target to run after the switch.
+/// Time for a cancelled migration to be over, and for the target to run after the switch.
 const END_LIMIT: Duration = Duration::from_secs(20);
-/// How often QEMU's events are looked at.
+/// Time between two looks at QEMU's events.
 const GLANCE: Duration = Duration::from_millis(10);
 const SOCKET: &str = "migration";
 
-/// When QEMU may switch over.
+/// Limits within which QEMU may switch over.
 #[derive(Clone, Copy, Debug)]
 pub struct MigrationLimits {
     /// `downtime-limit`: how long the rest may take, as QEMU estimates it.
@@ -39,13 +39,13 @@ impl Default for MigrationLimits {
 /// A migration that came to its end.
 #[derive(Clone, Copy, Debug)]
 pub struct Migration {
-    /// From the event `STOP` of the source to the event `RESUME` of the target.
+    /// Time from the event `STOP` of the source to the event `RESUME` of the target.
     pub downtime: Duration,
     /// The downtime that QEMU reports, in whole milliseconds.
     pub reported: Duration,
     /// The whole migration.
     pub total: Duration,
-    /// How often QEMU went over the guest's written pages.
+    /// Number of times that QEMU went over the guest's written pages.
     pub rounds: u64,
     /// Bytes that went over the socket.
     pub bytes: u64,

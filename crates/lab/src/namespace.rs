@@ -16,7 +16,7 @@ pub(crate) const DIRECTORY: &str = "/run/netns";
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Namespace {
     name: String,
-    /// What is started inside runs on this processor only; on any without.
+    /// Processor that what is started inside runs on; without, any.
     processor: Option<usize>,
 }
 

@@ -15,18 +15,18 @@ use std::time::{Duration, Instant, SystemTime};
 
 /// Kernel memory for frames not read yet: tens of thousands of them.
 const RECEIVE_BUFFER: usize = 64 * 1024 * 1024;
-/// Enough of a frame for its addresses.
+/// Bytes of a frame that are enough for its addresses.
 const SNAP: usize = 64;
 
 /// A frame seen on an interface.
 pub(crate) struct SeenFrame {
-    /// When the kernel saw it.
+    /// Time at which the kernel saw it.
     pub(crate) at: Instant,
     /// The source address.
     pub(crate) source: [u8; 6],
     /// The EtherType.
     pub(crate) kind: u16,
-    /// Sent by this machine through the interface, not received on it.
+    /// Whether it was sent by this machine through the interface, not received on it.
     pub(crate) outgoing: bool,
 }
 
@@ -109,7 +109,7 @@ impl AsFd for PacketSocket {
 
 /// Both clocks are read within so short a time, or once more.
 const AT_ONCE: Duration = Duration::from_micros(5);
-/// Of so many times the closest counts, on a machine that never gets there.
+/// Number of readings of which the closest counts, on a machine that never gets there.
 const MOST_READINGS: usize = 100;
 
 /// The kernel stamps frames with the wall clock; everything else here is

@@ -8,7 +8,7 @@ use nix::sys::signal::Signal;
 use std::path::Path;
 use std::time::Instant;
 
-/// What of a host fails.
+/// Part of a host that fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     /// Every process on it.
@@ -20,7 +20,7 @@ pub enum Part {
 }
 
 impl HostProcess {
-    /// This host's QEMU of a VM.
+    /// Process of this host's QEMU of a VM.
     pub fn qemu_pid(&self, vm: &str) -> Result<u32> {
         let pid = self.status(vm)?["qemu_pid"].as_u64();
         let pid = pid.with_context(|| format!("host {} has no QEMU for `{vm}`", self.name()))?;

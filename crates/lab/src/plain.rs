@@ -27,7 +27,7 @@ pub const PLAIN_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 60);
 const MAC: &str = "52:54:00:75:75:01";
 const QEMU: &str = "qemu-system-x86_64";
 
-/// What a plain guest is made of.
+/// Options that a plain guest is made of.
 #[derive(Clone, Debug)]
 pub struct PlainOptions {
     /// Its name on its host, and its tap's: at most 15 letters, digits and `-`.
@@ -46,7 +46,7 @@ pub struct PlainOptions {
     pub memory_mib: u32,
     /// Its virtual CPUs.
     pub vcpus: u32,
-    /// What executes its instructions.
+    /// Accelerator that executes its instructions.
     pub accel: AcceleratorChoice,
     /// Whether its time is counted in its instructions, with all that the product changes of
     /// a machine for lockstep but the log.
@@ -103,7 +103,7 @@ impl PlainOptions {
         })
     }
 
-    /// As a user of the product would define it.
+    /// Definition as a user of the product would write it.
     pub(crate) fn definition(&self, disks: &[PathBuf]) -> Result<VmDefinition> {
         let disk = |path: &PathBuf| DiskDefinition::new(path, DiskFormat::Raw, DiskBus::Virtio);
         let name = self.name.parse().expect("variants have names of VMs");
@@ -128,12 +128,12 @@ impl PlainOptions {
     }
 }
 
-/// Where a plain guest is at home: what each QEMU that runs it is started with.
+/// Home of a plain guest: what each QEMU that runs it is started with.
 pub(crate) struct Home {
     pub(crate) options: PlainOptions,
     pub(crate) host: String,
     qemu: Capabilities,
-    /// Removed with everything in it.
+    /// Directory that is removed with everything in it.
     pub(crate) directory: TempDir,
     pub(crate) disks: Vec<PathBuf>,
 }
@@ -188,7 +188,7 @@ pub struct PlainGuest {
     // Fields are dropped in order: QEMU first, then what it uses.
     pub(crate) emulator: Emulator,
     pub(crate) home: Home,
-    /// How often it was migrated, or was to be.
+    /// Number of times that it was migrated, or was to be.
     pub(crate) hops: u32,
 }
 
@@ -246,7 +246,7 @@ impl PlainGuest {
         self.emulator.cont()
     }
 
-    /// How long it stood still, each time that it did and ran on.
+    /// Times that it stood still, each time that it did and ran on.
     pub fn pauses(&self) -> Vec<Duration> {
         self.emulator.events().pauses()
     }

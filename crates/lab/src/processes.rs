@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::time::Duration;
 
-/// For stopped processes to stand still.
+/// Time for stopped processes to stand still.
 const STOP_LIMIT: Duration = Duration::from_secs(60);
 /// A killed process is gone as soon as the kernel has taken its memory apart.
 const DEATH_LIMIT: Duration = Duration::from_secs(60);

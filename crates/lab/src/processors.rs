@@ -1,10 +1,10 @@
-//! This machine's processors, shared out among the sides of a laboratory.
+//! Processors of this machine, shared out among the sides of a laboratory.
 
 use anyhow::{Context, Result, bail};
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
 
-/// Which processor the first host has, and which one all else: the other hosts, the client and
+/// Processor of the first host, and that of all else: the other hosts, the client and
 /// the arbiter. As two machines would, they then take nothing from each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Shares {

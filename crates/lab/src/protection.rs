@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use serde_json::Value;
 use std::time::Duration;
 
-/// For a first synchronisation.
+/// Time for a first synchronisation.
 const SYNC_LIMIT: Duration = Duration::from_secs(300);
 
 /// Whether a backup follows that could not take over at this moment, or is slow: its proof or an epoch is

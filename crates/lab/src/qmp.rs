@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// For QEMU to answer a command; a QEMU that hangs must not hang its test.
+/// Time for QEMU to answer a command; a QEMU that hangs must not hang its test.
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
 
 /// A monitor for commands.
@@ -77,7 +77,7 @@ fn read_line(reader: &mut BufReader<UnixStream>) -> Result<Option<Value>> {
 /// Something that happened to a machine.
 #[derive(Clone, Debug)]
 pub(crate) struct Event {
-    /// When, by QEMU's clock: microseconds since 1970.
+    /// Time, by QEMU's clock: microseconds since 1970.
     pub micros: u64,
     /// QEMU's name for it: `STOP`, `RESUME`, `MIGRATION` and so on.
     pub name: String,
@@ -106,7 +106,7 @@ impl Events {
         Ok(events)
     }
 
-    /// How many events there were so far.
+    /// Number of events that there were so far.
     pub(crate) fn count(&self) -> usize {
         self.list().len()
     }
@@ -121,7 +121,7 @@ impl Events {
         self.list().iter().filter(|event| event.name == name).cloned().collect()
     }
 
-    /// How long the guest stood still, each time that it did and ran on.
+    /// Times that the guest stood still, each time that it did and ran on.
     pub(crate) fn pauses(&self) -> Vec<Duration> {
         let mut stopped = None;
         let mut pauses = Vec::new();

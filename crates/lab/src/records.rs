@@ -65,11 +65,11 @@ impl RecordClient {
 pub struct Ack {
     /// The record's number.
     pub number: u64,
-    /// When the client had read the whole acknowledgement.
+    /// Time at which the client had read the whole acknowledgement.
     pub at: Instant,
 }
 
-/// What a [`RecordClient`] has seen.
+/// Report on what a [`RecordClient`] has seen.
 pub struct RecordReport {
     transcript: Transcript,
 }
@@ -81,7 +81,7 @@ impl RecordReport {
         self.transcript.answers.iter().enumerate().map(ack)
     }
 
-    /// How many records were acknowledged; also the number of the last one.
+    /// Number of records that were acknowledged; also the number of the last one.
     pub fn acked(&self) -> u64 {
         self.transcript.answers.len() as u64
     }
@@ -91,7 +91,7 @@ impl RecordReport {
         self.transcript.error.is_none()
     }
 
-    /// What went wrong, if something did.
+    /// Error, if something went wrong.
     pub fn error(&self) -> Option<&ConversationError> {
         self.transcript.error.as_ref()
     }

@@ -1,4 +1,4 @@
-//! What a laboratory leaves in the system, and how it is taken away: at the
+//! Remains of a laboratory in the system, and how they are taken away: at the
 //! end of its life, at a signal, or after its process was killed.
 
 use crate::namespace::{DIRECTORY, Namespace};
@@ -41,7 +41,7 @@ impl LabName {
         Namespace::named(format!("{self}-{role}"))
     }
 
-    /// How the name of its directory begins.
+    /// Beginning of its directory's name.
     pub(crate) fn directory_prefix(&self) -> String {
         format!("{self}-lab-")
     }
@@ -166,7 +166,7 @@ fn drain(names: &mut Vec<LabName>) {
     }
 }
 
-/// On SIGINT and SIGTERM: removes every laboratory, then dies of the signal.
+/// Removes every laboratory on SIGINT and SIGTERM, then dies of the signal.
 fn remove_on_signals() {
     let mut signals = match Signals::new([SIGINT, SIGTERM]) {
         Ok(signals) => signals,

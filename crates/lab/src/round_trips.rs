@@ -10,13 +10,13 @@ use std::net::{SocketAddr, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// For the connection, and for one answer.
+/// Time for the connection, and for one answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
 /// Fits one frame.
 const REQUEST_BYTES: usize = 64;
 const DICE: u64 = 1 << 16;
 
-/// How long each of `count` requests was under way until its answer was there, from the
+/// Times that each of `count` requests was under way until its answer was there, from the
 /// laboratory's client to an echo server and back.
 ///
 /// The client thinks between two requests, on average for `pause`. It draws how long,

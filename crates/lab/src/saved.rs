@@ -1,5 +1,5 @@
-//! What QEMU itself offers to save a machine and have it back: `migrate file:`, and `-incoming`
-//! from there; savevm and loadvm.
+//! Means that QEMU itself offers to save a machine and have it back: `migrate file:`, and
+//! `-incoming` from there; savevm and loadvm.
 
 use crate::command;
 use crate::lab::Lab;
@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// For a guest to be saved, or to be back.
+/// Time for a guest to be saved, or to be back.
 const LIMIT: Duration = Duration::from_secs(240);
 const SOCKET: &str = "saved";
 /// The image that savevm writes to, and its node.
@@ -27,7 +27,7 @@ const PIECE: usize = 64 * 1024;
 /// A guest that was saved.
 #[derive(Debug)]
 pub struct Saved {
-    /// For how long it stood still.
+    /// Time for which it stood still.
     pub took: Duration,
     /// Bytes of the file.
     pub bytes: u64,
@@ -83,7 +83,7 @@ impl PlainGuest {
 /// The guest, saved by savevm.
 #[derive(Debug)]
 pub struct SavedInside {
-    /// How long that took: the guest stood still.
+    /// Time that it took: the guest stood still.
     pub took: Duration,
     /// Bytes of the image.
     pub bytes: u64,

@@ -1,4 +1,4 @@
-//! What most tests, the demo and the benchmarks begin with: a laboratory whose
+//! Scene that most tests, the demo and the benchmarks begin with: a laboratory whose
 //! hosts run the daemon, and one test guest that can be started, protected,
 //! talked to, and found again on another host.
 //!
@@ -37,7 +37,7 @@ pub const VM: &str = "guest";
 /// The client's address on the network of the guest's second card.
 const SECOND_CLIENT: &str = "10.78.0.100/24";
 
-/// For a backup to run the guest after a failure.
+/// Time for a backup to run the guest after a failure.
 const TAKE_OVER_LIMIT: Duration = Duration::from_secs(120);
 
 /// A laboratory with daemons and the files of a guest. Dropping it kills and
@@ -88,7 +88,7 @@ impl Scene {
         self.etcd.as_mut().context("no host of this scene uses etcd")
     }
 
-    /// Where the guests' files are.
+    /// Path of the guests' files.
     pub fn guest_files(&self) -> &Path {
         &self.options.guest_files
     }

@@ -8,13 +8,13 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
-/// For a command to end, or to start when it runs in the background.
+/// Time for a command to end, or to start when it runs in the background.
 const ANSWER_LIMIT: Duration = Duration::from_secs(300);
 const CONNECT_LIMIT: Duration = Duration::from_secs(120);
 /// More output than any test asks for.
 const MOST_OUTPUT: usize = 64 * 1024 * 1024;
 
-/// What a command in the guest printed, and how it ended.
+/// Output that a command in the guest printed, and how it ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GuestOutput {
     /// The exit code, or 128 plus the signal that ended the shell.

@@ -9,10 +9,10 @@ use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
-/// What the guest's kernel is told of the address of a second card begins so.
+/// Beginning of what the guest's kernel is told of the address of a second card.
 const SECOND_CARD: &str = "us.ip2=";
 
-/// What tells a guest from the scene's own, which it is otherwise like; but it is never in
+/// Traits that tell a guest from the scene's own, which it is otherwise like; but it is never in
 /// lockstep, and has one card.
 #[derive(Clone, Copy, Debug)]
 pub struct Sibling<'a> {

@@ -1,4 +1,4 @@
-//! Waiting for a condition, with a deadline.
+//! Waits for a condition, with a deadline.
 
 use crate::lab::Lab;
 use crate::namespace::in_namespace;
@@ -8,19 +8,19 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
-/// Between two probes: a part of what was waited already, within these bounds. Most probes start
-/// a process.
+/// Pause between two probes: a part of what was waited already, within these bounds. Most probes
+/// start a process.
 const POLL_PART: u32 = 10;
 const POLL_INTERVAL: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(100)];
-/// For a guest to boot, under emulation and on a busy machine.
+/// Time for a guest to boot, under emulation and on a busy machine.
 const BOOT_LIMIT: Duration = Duration::from_secs(300);
-/// For one try to connect to a guest that boots.
+/// Time for one try to connect to a guest that boots.
 const CONNECT_LIMIT: Duration = Duration::from_millis(500);
 
 /// Says how many times slower than most this machine is.
 const PATIENCE: &str = "UNDERSTUDY_PATIENCE";
 
-/// How many times longer than usual everything may take here: 1, unless the environment says
+/// Factor by which everything may take longer here than usual: 1, unless the environment says
 /// more, as it does where the hosts themselves are emulated (`make test-kvm`).
 pub fn patience() -> u32 {
     static FACTOR: LazyLock<u32> = LazyLock::new(|| match std::env::var(PATIENCE) {

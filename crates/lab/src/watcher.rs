@@ -1,4 +1,4 @@
-//! Who sent frames in the guest's name, and when: the proof that two copies of
+//! Senders of frames in the guest's name, and their times: the proof that two copies of
 //! a VM never both answer.
 
 use crate::lab::{Lab, UPLINK};
@@ -57,10 +57,11 @@ struct Shared {
 struct Sightings {
     socket: PacketSocket,
     guest: Mac,
-    /// From the guest means received on a tap, but sent on an uplink.
+    /// Direction of the guest's frames: from the guest means received on a tap, but sent on an
+    /// uplink.
     outgoing: bool,
     frames: Vec<Instant>,
-    /// How many of them tell switches where the guest is.
+    /// Number of them that tell switches where the guest is.
     announced: usize,
     dropped: u64,
 }
@@ -128,12 +129,12 @@ impl Watcher {
         Ok(Watcher { shared, thread: Some(thread) })
     }
 
-    /// How many frames the guest has sent.
+    /// Number of frames that the guest has sent.
     pub fn count(&self) -> Result<usize> {
         Ok(self.sightings()?.frames.len())
     }
 
-    /// How many of them tell switches where the guest is.
+    /// Number of them that tell switches where the guest is.
     pub fn announcements(&self) -> Result<usize> {
         Ok(self.sightings()?.announced)
     }
@@ -148,7 +149,7 @@ impl Watcher {
         Ok(self.sightings()?.frames.iter().copied().find(|&at| at > instant))
     }
 
-    /// How many frames the guest has sent after `instant`.
+    /// Number of frames that the guest has sent after `instant`.
     pub fn frames_after(&self, instant: Instant) -> Result<usize> {
         Ok(self.sightings()?.frames.iter().filter(|&&at| at > instant).count())
     }

@@ -14,7 +14,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 /// Names the configuration file to the test's program when it is the daemon.
 const CONFIG: &str = "LAB_TEST_CONFIG";
 
-/// What the stand-in does as `host --config FILE`.
+/// Work of the stand-in as `host --config FILE`.
 fn daemon(config: &Path) {
     let config: toml::Table = fs::read_to_string(config).unwrap().parse().unwrap();
     let socket = Path::new(config["socket"].as_str().unwrap()).to_owned();

@@ -11,7 +11,7 @@ use understudy_lab::{
 };
 
 const LIMIT: Duration = Duration::from_secs(120);
-/// How long silence is listened to.
+/// Time that silence is listened to.
 const SILENCE: Duration = Duration::from_millis(200);
 
 /// Whether the client gets a datagram from a host within `limit`; it is sent

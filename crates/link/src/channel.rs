@@ -30,7 +30,7 @@ const MOST_FRUITLESS: u32 = 8;
 /// Ends of epochs that are noted at a time: as many as there are checkpoints on their way.
 const MOST_ENDS: usize = 2;
 
-/// Between two rounds over the paths that are up.
+/// Pause between two rounds over the paths that are up.
 const REDIAL_PAUSE: Duration = Duration::from_millis(20);
 
 /// A new connection, and how many messages the peer has got.
@@ -40,9 +40,9 @@ pub type Resumption = (Link, Count);
 /// is up.
 pub type Dial = Box<dyn Fn(Count) -> anyhow::Result<Option<Resumption>> + Send + Sync>;
 
-/// How a channel comes by its next connection.
+/// Way in which a channel comes by its next connection.
 pub enum Renewal {
-    /// Not at all: there is one path.
+    /// No renewal: there is one path.
     Never,
     /// The primary dials.
     Dial(Dial),
@@ -71,13 +71,13 @@ struct State {
     delivered: Delivered,
 }
 
-/// What has arrived at the peer's system, over whatever connection.
+/// Bytes that have arrived at the peer's system, over whatever connection.
 #[derive(Default)]
 struct Delivered {
-    /// Over the present one, as far as it was looked at.
+    /// Bytes over the present one, as far as it was looked at.
     present: u64,
     all: u64,
-    /// Where epochs end, of those that have not wholly arrived over the present one.
+    /// Ends of epochs, of those that have not wholly arrived over the present one.
     ends: VecDeque<(Epoch, u64)>,
     whole: Epoch,
 }
@@ -132,8 +132,8 @@ impl Channel {
         self.state.lock().delivered.whole
     }
 
-    /// What was sent so far has the end of an epoch. Of many that are on their way the first are noted: of
-    /// the others it is known once later ones have arrived.
+    /// Notes that what was sent so far has the end of an epoch. Of many that are on their way the
+    /// first are noted: of the others it is known once later ones have arrived.
     pub fn note_end(&self, epoch: Epoch) {
         let mut state = self.state.lock();
         if state.delivered.ends.len() < MOST_ENDS
@@ -143,7 +143,7 @@ impl Channel {
         }
     }
 
-    /// How often it went on over another connection.
+    /// Number of times that it went on over another connection.
     pub fn renewals(&self) -> u64 {
         self.state.lock().renewals
     }
@@ -249,7 +249,7 @@ impl Channel {
         Ok(header)
     }
 
-    /// Not with `writing` held: the unconfirmed messages have to go out first.
+    /// Waits for room, not with `writing` held: the unconfirmed messages have to go out first.
     fn wait_for_room(&self) -> io::Result<()> {
         let mut state = self.state.lock();
         while !state.closed && !state.sent.has_room() {

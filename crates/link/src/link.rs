@@ -20,22 +20,22 @@ use understudy_protocol::Epoch;
 use understudy_protocol::HostName;
 use understudy_protocol::wire::{HEADER_BYTES, Header, Kind, Message};
 
-/// How long set-up waits for the peer's next message.
+/// Time that set-up waits for the peer's next message.
 pub const SETUP_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Bytes that are read at once of a message of which more is to come.
 const MOST_AT_ONCE: usize = 64 << 10;
 
-/// How long a peer's last words may be on their way.
+/// Time that a peer's last words may be on their way.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// A peer whose system takes nothing for so long is gone: no writer waits for ever.
 const USER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What follows a message.
+/// Kind of what follows a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
-    /// Perhaps nothing: the message leaves at once.
+    /// Nothing, perhaps: the message leaves at once.
     Unknown,
     /// Another one, immediately: the end of the message may travel with it, so that the peer is
     /// woken once for both. If nothing comes after all, the system sends it 0.2 s later.
@@ -133,8 +133,8 @@ impl Link {
         self.0.socket.set_write_timeout(timeout)
     }
 
-    /// From now on neither reads nor writes wait. For [`Link::receive_arrived`], and for messages
-    /// that there [is room](Link::has_room) for.
+    /// Sees to it that from now on neither reads nor writes wait. For [`Link::receive_arrived`],
+    /// and for messages that there [is room](Link::has_room) for.
     pub fn never_wait(&self) -> io::Result<()> {
         self.0.socket.set_nonblocking(true)
     }
@@ -150,7 +150,8 @@ impl Link {
         delivered::delivered(&self.0.socket).unwrap_or_default()
     }
 
-    /// Where what was sent so far ends, as [`Link::delivered`] counts; none where it is not known.
+    /// Position where what was sent so far ends, as [`Link::delivered`] counts; none where it is
+    /// not known.
     pub fn sent(&self) -> Option<u64> {
         delivered::sent(&self.0.socket)
     }
@@ -198,7 +199,7 @@ impl Link {
         }
     }
 
-    /// Why the peer hung up, if it said so before.
+    /// Reason why the peer hung up, if it said so before.
     pub fn last_words(&self) -> Option<anyhow::Error> {
         self.set_read_timeout(Some(LAST_WORDS)).ok()?;
         let said = self.receive().ok().filter(|message| message.header.kind == Kind::Refuse)?;
@@ -269,7 +270,7 @@ pub fn read_json<T: DeserializeOwned>(message: &Message, kind: Kind) -> anyhow::
 #[error("{0}")]
 pub struct Refused(pub String);
 
-/// For the handshake: whoever does not go on with it is not waited for.
+/// Prepares a socket for the handshake: whoever does not go on with it is not waited for.
 fn prepare(socket: &TcpStream) -> io::Result<()> {
     // Acknowledgements and ends of epochs must not wait for more bytes.
     socket.set_nodelay(true)?;

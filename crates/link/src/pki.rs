@@ -1,9 +1,10 @@
 //! A small certificate authority: one for the hosts that know each other, and
 //! one certificate for each of them.
 
+mod ledger;
 mod revocation;
 
-pub use revocation::{REVOKED, Revoked, revoke};
+pub use revocation::{REVOKED, Revoked, is_certified, revoke};
 
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
@@ -16,7 +17,6 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 use time::OffsetDateTime;
-use understudy_arbiter::whole_file;
 use understudy_protocol::HostName;
 use understudy_report::error::{ErrorKind, HostError, cannot};
 
@@ -25,13 +25,13 @@ pub const CA_CERT: &str = "ca.pem";
 /// The CA's key, which no host needs.
 pub const CA_KEY: &str = "ca.key";
 
-/// For so long a host's certificate is valid unless somebody says otherwise.
+/// Days that a host's certificate is valid unless somebody says otherwise.
 pub const HOST_DAYS: u32 = 825;
 const CA_DAYS: u32 = 3650;
 /// Clocks of hosts may differ by this much.
 const CLOCK_SKEW: Duration = Duration::from_secs(3600);
 
-/// What was written.
+/// Files that were written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Written {
     /// A certificate, PEM.
@@ -46,10 +46,14 @@ pub fn init(directory: &Path) -> Result<Written, HostError> {
     init_at(SystemTime::now(), directory)
 }
 
+fn make_private(directory: &Path) -> Result<(), HostError> {
+    let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(directory);
+    made.map_err(|error| cannot("make", directory, &error))
+}
+
 /// The same, valid from `now` on.
 pub fn init_at(now: SystemTime, directory: &Path) -> Result<Written, HostError> {
-    let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(directory);
-    made.map_err(|error| cannot("make", directory, &error))?;
+    make_private(directory)?;
     let key = KeyPair::generate().map_err(internal)?;
     let certificate = ca_params(now)?.self_signed(&key).map_err(internal)?;
     let written = Written { cert: directory.join(CA_CERT), key: directory.join(CA_KEY) };
@@ -58,8 +62,7 @@ pub fn init_at(now: SystemTime, directory: &Path) -> Result<Written, HostError> 
     Ok(written)
 }
 
-/// Issues a certificate for the host `name`, valid for `days`, with the CA in
-/// `directory`.
+/// Issues a certificate for the host `name`, valid for `days`, with the CA in `directory`. It is put there, too.
 pub fn issue(directory: &Path, name: &str, days: u32) -> Result<Written, HostError> {
     issue_at(SystemTime::now(), directory, name, days)
 }
@@ -71,11 +74,35 @@ pub fn issue_at(
     name: &str,
     days: u32,
 ) -> Result<Written, HostError> {
+    issue_from(now, directory, name, days, directory)
+}
+
+/// Issues a certificate as [`issue`] does, and puts it into another directory, which is made if need be: where the last
+/// one of that name lies nothing is overwritten.
+pub fn issue_into(
+    directory: &Path,
+    name: &str,
+    days: u32,
+    into: &Path,
+) -> Result<Written, HostError> {
+    make_private(into)?;
+    issue_from(SystemTime::now(), directory, name, days, into)
+}
+
+fn issue_from(
+    now: SystemTime,
+    directory: &Path,
+    name: &str,
+    days: u32,
+    into: &Path,
+) -> Result<Written, HostError> {
     let issuer = issuer(directory, now)?;
     let key = KeyPair::generate().map_err(internal)?;
     let certificate = host_params(now, name, days)?.signed_by(&key, &issuer).map_err(internal)?;
-    let path = |ending: &str| directory.join(format!("{name}.{ending}"));
+    let path = |ending: &str| into.join(format!("{name}.{ending}"));
     let written = Written { cert: path("pem"), key: path("key") };
+    refuse_overwriting(&written)?;
+    ledger::note(directory, certificate.der())?;
     write(&written, &certificate.pem(), &key.serialize_pem())?;
     Ok(written)
 }
@@ -122,8 +149,7 @@ impl PublicKeyData for PublicKey {
 }
 
 /// Certifies another host's key as [`issue`] would one of its own making; returns the
-/// certificate, PEM. It is kept as [`issue`] keeps its own, behind those that the host had before, so that all can
-/// be revoked.
+/// certificate, PEM.
 pub fn certify(
     directory: &Path,
     name: &HostName,
@@ -133,19 +159,8 @@ pub fn certify(
     let now = SystemTime::now();
     let issuer = issuer(directory, now)?;
     let certificate = host_params(now, name, days)?.signed_by(key, &issuer).map_err(internal)?;
-    keep(&directory.join(format!("{name}.pem")), &certificate.pem())?;
+    ledger::note(directory, certificate.der())?;
     Ok(certificate.pem())
-}
-
-/// Adds a certificate to a file of some.
-fn keep(path: &Path, certificate: &str) -> Result<(), HostError> {
-    let before = match fs::read_to_string(path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
-        Err(error) => return Err(cannot("read", path, &error)),
-    };
-    whole_file::replace(path, &(before + certificate), 0o644)
-        .map_err(|error| cannot("write", path, &error))
 }
 
 fn issuer(directory: &Path, now: SystemTime) -> Result<Issuer<'static, KeyPair>, HostError> {
@@ -204,17 +219,29 @@ fn valid_for(
     Ok(params)
 }
 
-/// Nothing that exists is overwritten: it may be in use.
+/// What exists may be in use.
+fn refuse_overwriting(written: &Written) -> Result<(), HostError> {
+    let existing = [&written.key, &written.cert].into_iter().find(|path| path.exists());
+    existing.map_or(Ok(()), |path| Err(exists(path)))
+}
+
+fn exists(path: &Path) -> HostError {
+    let path = path.display();
+    let message = format!(
+        "{path} exists, and may be in use: name another directory (`--out`, of an authority `--dir`)"
+    );
+    HostError::new(ErrorKind::Conflict, message)
+}
+
+/// Nothing that exists is overwritten.
 fn write(written: &Written, cert: &str, key: &str) -> Result<(), HostError> {
     for (path, text, mode) in [(&written.key, key, 0o600), (&written.cert, cert, 0o644)] {
         let file = File::options().write(true).create_new(true).mode(mode).open(path);
         file.and_then(|mut file| file.write_all(text.as_bytes())).map_err(|error| {
-            if error.kind() == io::ErrorKind::AlreadyExists {
-                let message =
-                    format!("{} exists: move it away if it is to be replaced", path.display());
-                return HostError::new(ErrorKind::Conflict, message);
+            match error.kind() {
+                io::ErrorKind::AlreadyExists => exists(path),
+                _ => cannot("write", path, &error),
             }
-            cannot("write", path, &error)
         })?;
     }
     Ok(())
@@ -261,7 +288,8 @@ mod tests {
         assert_eq!(revoke(&own, "a").unwrap().certificates, 1, "twice is once");
         let foreign = revoke(&own, &other.join("a.pem").to_string_lossy()).unwrap_err();
         assert!(foreign.message.contains("was not issued by the CA"), "{foreign}");
-        assert!(revoke(&own, "b").unwrap_err().message.contains("b.pem"));
+        let unknown = revoke(&own, "b").unwrap_err();
+        assert_eq!(unknown.kind, ErrorKind::NotFound, "{unknown}");
         fs::remove_file(own.join("revoked.txt")).unwrap();
         let lost = revoke(&own, "a").unwrap_err().message;
         assert!(lost.contains("would be valid again"), "{lost}");
@@ -273,21 +301,52 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let pki = directory.path();
         init(pki).unwrap();
-        let certificates: Vec<String> = (0..2)
-            .map(|_| {
-                let key = PublicKey::parse(HostKey::generate().unwrap().public().to_vec()).unwrap();
-                certify(pki, &"b".parse().unwrap(), &key, 1).unwrap()
-            })
-            .collect();
-        assert_eq!(fs::read_to_string(pki.join("b.pem")).unwrap(), certificates.concat());
+        assert!(!is_certified(pki, "b").unwrap());
+        for _ in 0..2 {
+            let key = PublicKey::parse(HostKey::generate().unwrap().public().to_vec()).unwrap();
+            certify(pki, &"b".parse().unwrap(), &key, 1).unwrap();
+        }
+        assert!(is_certified(pki, "B").unwrap() && !is_certified(pki, "c").unwrap());
         assert_eq!(revoke(pki, "b").unwrap().certificates, 2);
+        assert!(!is_certified(pki, "b").unwrap());
+    }
+
+    /// The one in use was not on the list, and the host was let in as before.
+    #[test]
+    fn a_renewed_certificate_is_revoked_with_the_first() {
+        let directory = tempfile::tempdir().unwrap();
+        let pki = directory.path().join("pki");
+        init(&pki).unwrap();
+        issue(&pki, "b", 1).unwrap();
+        // As an authority of a version without a ledger is.
+        fs::remove_file(pki.join(ledger::LEDGER)).unwrap();
+        fs::rename(pki.join("b.pem"), pki.join("b-of-last-year.pem")).unwrap();
+        issue(&pki, "c", 1).unwrap();
+        let renewed = issue_into(&pki, "b", 1, &directory.path().join("new/b")).unwrap();
+        assert_eq!((mode(&renewed.key), mode(renewed.key.parent().unwrap())), (0o600, 0o700));
+        assert_eq!(revoke(&pki, "b").unwrap().certificates, 2);
+        let of_renewed = revoke(&pki, &renewed.cert.to_string_lossy()).unwrap();
+        assert_eq!(of_renewed.certificates, 2, "it is on the list already");
+        assert!(is_certified(&pki, "c").unwrap());
+    }
+
+    #[test]
+    fn a_damaged_ledger_is_told_and_nothing_is_issued_beside_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let pki = directory.path();
+        init(pki).unwrap();
+        issue(pki, "b", 1).unwrap();
+        fs::write(pki.join(ledger::LEDGER), "01 b\n").unwrap();
+        assert!(revoke(pki, "b").unwrap_err().message.contains("is damaged"));
+        assert!(issue(pki, "c", 1).unwrap_err().message.contains("is damaged"));
+        assert!(!pki.join("c.pem").exists());
     }
 
     #[test]
     fn only_host_names_get_certificates() {
         let directory = tempfile::tempdir().unwrap();
         init(directory.path()).unwrap();
-        for name in ["", "a b", "../a", "*"] {
+        for name in ["", "a b", "../a", "*", "Admin"] {
             let error = issue(directory.path(), name, 1).unwrap_err();
             assert_eq!(error.kind, ErrorKind::Invalid, "{name:?}: {error}");
         }

@@ -4,7 +4,7 @@ use crate::LogPosition;
 use std::collections::VecDeque;
 use understudy_protocol::Epoch;
 
-/// Which batch has what of the log, and how much of it is not acknowledged yet.
+/// The parts of the log that each batch has, and how much of it is not acknowledged yet.
 ///
 /// The order in which a batch is cut keeps the output rule (VMware FT, 2.2):
 ///
@@ -44,7 +44,7 @@ impl Batcher {
         self.end.bytes_since(self.acknowledged)
     }
 
-    /// Where the log that was sent ends.
+    /// The end of the log that was sent.
     pub fn end(&self) -> LogPosition {
         self.end
     }

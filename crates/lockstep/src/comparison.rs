@@ -23,7 +23,7 @@ const SPOT_BYTES: usize = 12;
 const READING_BYTES: usize = SPOT_BYTES + 1 + CHECKSUM_BYTES;
 const FINDING_BYTES: usize = SPOT_BYTES + 1;
 
-/// What is compared as one.
+/// A unit of what is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Spot {
     /// A page of a RAM block, both by number.
@@ -53,10 +53,10 @@ pub struct Reading {
     pub is_steady: bool,
 }
 
-/// Where the primary stood.
+/// The point at which the primary stood.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Place {
-    /// Of the comparison, among those of the session.
+    /// Number of the comparison, among those of the session.
     pub number: u64,
     /// The log that led there.
     pub position: LogPosition,
@@ -66,12 +66,12 @@ pub struct Place {
     pub disk_requests: u64,
 }
 
-/// What the backup is asked to compare.
+/// The comparison that the backup is asked to make.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Comparison {
-    /// Where.
+    /// The point at which they are compared.
     pub place: Place,
-    /// What the primary had there.
+    /// The primary's readings there.
     pub readings: Vec<Reading>,
 }
 
@@ -80,14 +80,14 @@ pub struct Comparison {
 pub struct Finding {
     /// The spot.
     pub spot: Spot,
-    /// That is no matter of when something was done.
+    /// Whether that is no matter of when something was done.
     pub is_certain: bool,
 }
 
-/// What the backup found.
+/// The result of the backup's comparison.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Findings {
-    /// Of the comparison.
+    /// Number of the comparison.
     pub number: u64,
     /// Whether it could be compared at all.
     pub was_compared: bool,
@@ -95,7 +95,7 @@ pub struct Findings {
     pub differences: Vec<Finding>,
 }
 
-/// What came is no comparison.
+/// A message that is no comparison, and no findings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct BadComparison(&'static str);
@@ -118,7 +118,7 @@ impl Place {
 }
 
 impl Spot {
-    /// How much there is to read, at most.
+    /// The number of bytes to read, at most.
     pub fn bytes(&self) -> u64 {
         match self {
             Spot::Page { .. } => PAGE_SIZE as u64,
@@ -126,7 +126,7 @@ impl Spot {
         }
     }
 
-    /// Where it begins in its block or on its disk, in bytes.
+    /// The offset at which it begins in its block or on its disk, in bytes.
     pub fn offset(&self) -> u64 {
         match self {
             Spot::Page { index, .. } | Spot::Extent { index, .. } => {
@@ -157,7 +157,7 @@ impl Spot {
 }
 
 impl Comparison {
-    /// As a message.
+    /// Encodes it as a message.
     pub fn encode(&self) -> Vec<u8> {
         let Place { number, position, instructions, disk_requests } = self.place;
         let words = [number, position.0, instructions, disk_requests];
@@ -192,7 +192,7 @@ impl Comparison {
 }
 
 impl Findings {
-    /// As a message.
+    /// Encodes them as a message.
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = self.number.to_le_bytes().to_vec();
         bytes.push(self.was_compared.into());

@@ -31,7 +31,7 @@ pub enum BadEvent {
     Kind {
         /// The byte.
         kind: u8,
-        /// Where the event begins.
+        /// Position at which the event begins.
         at: LogPosition,
     },
     /// An array that QEMU does not write.
@@ -39,7 +39,7 @@ pub enum BadEvent {
     Array {
         /// Its length.
         bytes: u32,
-        /// Where the event begins.
+        /// Position at which the event begins.
         at: LogPosition,
     },
 }
@@ -83,7 +83,7 @@ pub struct EventScanner {
     events: u64,
     disk_ends: u64,
     ends_with_instructions: bool,
-    /// Of the event under way, as far as its length is not known yet.
+    /// The head of the event under way, as long as its length is not known yet.
     head: [u8; LONGEST_HEAD],
     head_bytes: usize,
     /// Bytes of it that are still to come, once its length is known.
@@ -93,12 +93,12 @@ pub struct EventScanner {
 }
 
 impl EventScanner {
-    /// At the beginning of a log.
+    /// A scanner at the beginning of a log.
     pub fn new() -> EventScanner {
         EventScanner::default()
     }
 
-    /// Where the last whole event ends.
+    /// The position at which the last whole event ends.
     pub fn whole(&self) -> LogPosition {
         self.whole
     }
@@ -113,7 +113,7 @@ impl EventScanner {
         self.events
     }
 
-    /// How many disk requests have ended, as the whole events tell.
+    /// The number of disk requests that have ended, as the whole events tell.
     pub fn disk_ends(&self) -> u64 {
         self.disk_ends
     }

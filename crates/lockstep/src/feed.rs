@@ -14,13 +14,14 @@ use understudy_protocol::Time;
 pub struct Feed {
     scanner: EventScanner,
     waiting: VecDeque<u8>,
-    /// Where `waiting` begins.
+    /// Position at which `waiting` begins.
     given: LogPosition,
-    /// What QEMU is known to have taken.
+    /// Position up to which QEMU is known to have taken the log.
     taken: LogPosition,
     /// Ends of batches, and when they came.
     arrivals: VecDeque<(LogPosition, Time)>,
-    /// Where QEMU is to stop, in order; with what the log tells there, once it has come so far.
+    /// The positions at which QEMU is to stop, in order; with what the log tells there, once it has
+    /// come so far.
     marks: VecDeque<(LogPosition, Option<Mark>)>,
     ended: bool,
 }
@@ -28,9 +29,9 @@ pub struct Feed {
 /// A place of the log at which QEMU stops for a moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Mark {
-    /// Where.
+    /// Position of the mark.
     pub position: LogPosition,
-    /// How many disk requests have ended before.
+    /// Number of disk requests that have ended before.
     pub disk_ends: u64,
     /// Whether the last event before it is instructions that were executed.
     pub ends_with_instructions: bool,
@@ -42,13 +43,13 @@ pub enum BadMark {
     /// Batch came too late.
     #[error("QEMU is to stop at {0} of its log, of which {1} has come already")]
     Passed(LogPosition, LogPosition),
-    /// It came before another that lies behind it.
+    /// The mark came after one that lies behind it.
     #[error("QEMU is to stop at {0} of its log, after {1}")]
     Disordered(LogPosition, LogPosition),
 }
 
 impl Feed {
-    /// At the beginning of a log.
+    /// A feed at the beginning of a log.
     pub fn new() -> Feed {
         Feed::default()
     }
@@ -78,7 +79,7 @@ impl Feed {
         Ok(())
     }
 
-    /// Where the log that came ends.
+    /// The position at which the log that came ends.
     pub fn received(&self) -> LogPosition {
         self.scanner.whole() + self.scanner.partial()
     }
@@ -88,7 +89,8 @@ impl Feed {
         self.waiting.len()
     }
 
-    /// What QEMU may get now, without its last partial event; in one piece at most.
+    /// The part of the log that QEMU may get now, without its last partial event; in one piece at
+    /// most.
     pub fn ready(&mut self) -> &[u8] {
         let mark = self.marks.front().map(|&(at, _)| at);
         let end = self.scanner.whole().min(mark.unwrap_or(LogPosition(u64::MAX)));
@@ -129,7 +131,7 @@ impl Feed {
         self.marks.pop_front();
     }
 
-    /// Nothing more will come: drops the partial event. Returns how many bytes were dropped.
+    /// Drops the partial event, as nothing more will come. Returns how many bytes were dropped.
     /// Once QEMU has come to the end, all that was acknowledged happened.
     pub fn end(&mut self) -> usize {
         if self.ended {
@@ -167,7 +169,7 @@ impl Feed {
 }
 
 impl Mark {
-    /// At the end of what was scanned.
+    /// The mark at the end of what was scanned.
     fn of(scanner: &EventScanner) -> Mark {
         Mark {
             position: scanner.whole() + scanner.partial(),

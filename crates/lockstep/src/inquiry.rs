@@ -1,4 +1,4 @@
-//! Which spots are compared next, and what is made of the findings.
+//! The choice of the spots that are compared next, and what is made of the findings.
 
 use crate::{Findings, MOST_SPOTS, Spot};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -14,7 +14,7 @@ const MOST_DOUBTS: u32 = 200;
 /// A place that the backup could not compare at is replaced by another, at most so often in a row.
 const MOST_FAILURES: u32 = 20;
 
-/// Why a comparison does not come to an end.
+/// The reason why a comparison does not come to an end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoResult {
     /// The backup answers to what was not asked.
@@ -25,7 +25,7 @@ pub enum NoResult {
     Misplaced,
 }
 
-/// How often a spot differed, since it was the same last.
+/// The number of times that a spot differed, since it was the same last.
 #[derive(Clone, Copy, Debug, Default)]
 struct Suspicion {
     proofs: u32,
@@ -44,7 +44,7 @@ pub struct Inquiry<Spots: Iterator<Item = Spot>> {
     tally: Tally,
 }
 
-/// What a comparison has come to.
+/// The result that a comparison has come to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
     /// Spots of memory that were the same, or are in one of the lists.
@@ -164,7 +164,7 @@ impl<Spots: Iterator<Item = Spot>> Inquiry<Spots> {
         }
     }
 
-    /// What has come of it so far.
+    /// The result so far.
     pub fn tally(&self) -> &Tally {
         &self.tally
     }

@@ -1,4 +1,4 @@
-//! How far the backup is behind (VMware FT, 3.2).
+//! The measure of how far the backup is behind (VMware FT, 3.2).
 
 use std::collections::VecDeque;
 use std::time::Duration;

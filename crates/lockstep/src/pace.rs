@@ -1,4 +1,4 @@
-//! What the primary does about a backup that is behind (VMware FT, 3.2).
+//! The primary's pace, which it lowers for a backup that is behind (VMware FT, 3.2).
 
 use std::time::Duration;
 use understudy_protocol::Time;
@@ -14,13 +14,13 @@ const GAIN: f64 = 4.0;
 /// reason to stand still.
 const MOST_AT_ONCE: f64 = 0.5;
 
-/// How fast the share that the backup keeps up with is learnt, per second of lag and second.
+/// Rate at which the share that the backup keeps up with is learnt, per second of lag and second.
 const LEARNING: f64 = 2.0;
 
 /// A lag further off the target than this teaches no more: it may be a burst.
 const MOST_LEARNT_FROM: f64 = 0.05;
 
-/// What a guest always keeps.
+/// The share that a guest always keeps.
 const LEAST_SHARE: f64 = 0.1;
 
 /// A share that differs less from the last one is not worth a change.
@@ -41,7 +41,7 @@ const LONGEST_GAP: Duration = Duration::from_millis(250);
 /// backup keeps up with for good (a proportional and an integral part).
 #[derive(Clone, Debug)]
 pub struct Pace {
-    /// What the backup keeps up with, so far as is known: the integral part.
+    /// The share that the backup keeps up with, as far as is known: the integral part.
     steady: f64,
     share: f64,
     reported: Time,
@@ -99,7 +99,7 @@ mod tests {
     struct Pair {
         pace: Pace,
         now: f64,
-        /// What the primary has done in each tick that the backup has not done yet, in seconds
+        /// Work that the primary has done in each tick and the backup has not done yet, in seconds
         /// at full speed; the latest last.
         behind: VecDeque<f64>,
         worked: f64,

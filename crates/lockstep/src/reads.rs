@@ -12,7 +12,7 @@ const HEAD_BYTES: usize = 32;
 /// The largest read that a guest's disk takes.
 const MOST_BYTES: u32 = 32 << 20;
 
-/// What a read is.
+/// A read of a disk, as both guests ask for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiskRead {
     /// The disk.
@@ -25,10 +25,10 @@ pub struct DiskRead {
     pub length: u32,
 }
 
-/// What a read gave: its data, or the number of its error.
+/// The outcome of a read: its data, or the number of its error.
 pub type ReadOutcome<Data = Vec<u8>> = Result<Data, u32>;
 
-/// What came is no stream of reads, or not this guest's.
+/// Data that are no stream of reads, or not of this guest's reads.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadRead {
     /// The bytes make no sense.
@@ -38,9 +38,9 @@ pub enum BadRead {
     #[error("read {} of disk {} is of {} bytes at {} here, and was of {} at {} on the primary",
         .here.number, .here.disk, .here.length, .here.offset, .there.length, .there.offset)]
     Differs {
-        /// What this guest asks for.
+        /// The read that this guest asks for.
         here: DiskRead,
-        /// What the primary's asked for.
+        /// The read that the primary's guest asked for.
         there: DiskRead,
     },
 }
@@ -92,7 +92,7 @@ impl ReadDecoder {
     }
 }
 
-/// What the primary's reads gave, as far as the backup's guest has not asked for it yet.
+/// The outcomes of the primary's reads, as far as the backup's guest has not asked for it yet.
 #[derive(Debug)]
 pub struct ReadScript {
     disks: Vec<Script>,
@@ -112,7 +112,7 @@ impl ReadScript {
         ReadScript { disks, bytes: 0 }
     }
 
-    /// What a read gave has come.
+    /// Adds the outcome of a read, which has come.
     pub fn put(&mut self, read: DiskRead, outcome: ReadOutcome) -> Result<(), BadRead> {
         let script = self.disks.get_mut(usize::from(read.disk.0));
         let script = script.ok_or(BadRead::Malformed("a read of a disk that there is not"))?;
@@ -133,7 +133,7 @@ impl ReadScript {
         DiskRead { disk, number: script.asked - 1, offset, length }
     }
 
-    /// What a read that was asked for gives, once it has come.
+    /// Takes the outcome of a read that was asked for, once it has come.
     pub fn take(&mut self, read: &DiskRead) -> Result<Option<ReadOutcome>, BadRead> {
         let script = &mut self.disks[usize::from(read.disk.0)];
         let Some((there, outcome)) = script.came.remove(&read.number) else { return Ok(None) };

@@ -1,20 +1,20 @@
-//! Which changes of the disks both hosts are known to have.
+//! The changes of the disks that both hosts are known to have.
 //!
 //! In lockstep each guest writes its own image. The guest's writes to a disk come in one order on
 //! both hosts, since both guests do the same, and a host carries them out in that order: so
 //! "the first *n* writes to this disk" are the same ones there and here.
 
-/// For each disk how many writes of the guest, since its log began, are in a host's image.
+/// The number for each disk of the guest's writes that, since its log began, are in a host's image.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Written(pub Vec<u64>);
 
-/// What is wrong with a message of counts.
+/// The fault of a message of counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0} bytes are no counts")]
 pub struct BadCounts(usize);
 
 impl Written {
-    /// As a message.
+    /// Encodes them as a message.
     pub fn encode(&self) -> Vec<u8> {
         self.0.iter().flat_map(|count| count.to_le_bytes()).collect()
     }
@@ -34,7 +34,8 @@ impl Written {
     }
 }
 
-/// When changes that were set aside may be forgotten: once the other host has them all.
+/// The rounds after which changes that were set aside may be forgotten: once the other host has
+/// them all.
 #[derive(Clone, Debug, Default)]
 pub struct Rounds {
     other: Option<Written>,
@@ -48,8 +49,8 @@ impl Rounds {
         self.other = Some(written);
     }
 
-    /// What this host had written was set aside; none, if that cannot be told: nothing is
-    /// forgotten any more.
+    /// Notes what this host had written when it was set aside; none, if that cannot be told:
+    /// nothing is forgotten any more.
     pub fn set_aside(&mut self, written: Option<Written>) {
         self.stopped |= written.is_none();
         self.aside = written;

@@ -46,7 +46,7 @@ enum Step {
     BackupDies,
 }
 
-/// What is done wrong on purpose.
+/// A mistake that is made on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mistake {
     None,

@@ -33,7 +33,7 @@ enum Step {
     BackupDies,
 }
 
-/// What is done wrong on purpose.
+/// A mistake that is made on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mistake {
     None,
@@ -82,7 +82,7 @@ struct Turning {
     mistake: Mistake,
     // The primary.
     executed: u64,
-    /// Since the log began: what nobody has read of it.
+    /// The part of the log, since it began, that nobody has read.
     unread: Option<Vec<u8>>,
     batcher: Option<(Epoch, Batcher)>,
     // Between.
@@ -95,7 +95,7 @@ struct Turning {
     following: Option<Following>,
     // What happened.
     turns: u32,
-    /// Of these the backup has carried out.
+    /// Number of these that the backup has carried out.
     carried_out: u32,
 }
 

@@ -36,10 +36,10 @@ use understudy_qemu::qmp::{DeviceState, MonitorSockets, QemuVersion, RunState};
 use understudy_qemu::{Accelerator, Kvm, Monitor, Qemu, Role, VmDefinition};
 use understudy_threads::{Mutex, RwLock, spawn};
 
-/// For QEMU to take what its cards were given before the guest stands still.
+/// Time for QEMU to take what its cards were given before the guest stands still.
 const TAKEN_WITHIN: Duration = Duration::from_millis(20);
 
-/// What must be known of a machine, beside its descriptors.
+/// The note with all that must be known of a machine, beside its descriptors.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct MachineNote {
     /// The VM as it is on this host.
@@ -47,21 +47,32 @@ pub struct MachineNote {
     machine_type: String,
     accelerator: Accelerator,
     qemu_pid: u32,
-    /// Where its words begin in its log.
+    /// Offset at which its words begin in its log.
     log_start: u64,
     version: QemuVersion,
-    /// What its agent said first.
+    /// First message of its agent.
     hello: Vec<u8>,
     /// The number in QEMU of the device state's file.
     device_state: RawFd,
     /// The numbers in QEMU of the cards' sockets.
     card_ends: Vec<RawFd>,
     blocks: Vec<BlockNote>,
-    /// Why its agent cannot pause it, if it cannot.
+    /// The reason why its agent cannot pause it, if it cannot.
     pause_obstacle: Option<String>,
     /// Whether the cards' taps are kept, too.
     #[serde(default)]
     keeps_taps: bool,
+    /// The bytes that each disk is shown with; none by a release that found them out again.
+    #[serde(default)]
+    disk_bytes: Vec<u64>,
+}
+
+impl MachineNote {
+    /// The bytes that QEMU sees of each disk, if they are known.
+    pub fn disk_bytes(&self) -> Option<&[u64]> {
+        let are_all = self.disk_bytes.len() == self.definition.disks.len();
+        are_all.then_some(&self.disk_bytes[..])
+    }
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -73,9 +84,9 @@ struct BlockNote {
 
 /// A machine to be taken over.
 pub struct Adoption<'a> {
-    /// What is known of it.
+    /// The note about it.
     pub note: &'a MachineNote,
-    /// As [`Machine::entrusted`] gave them.
+    /// Its descriptors, as [`Machine::entrusted`] gave them.
     pub descriptors: Vec<OwnedFd>,
     /// Directory for sockets and logs.
     pub run_dir: &'a Path,
@@ -83,11 +94,11 @@ pub struct Adoption<'a> {
     pub limits: Limits,
     /// The disks, in the definition's order.
     pub disks: Vec<Arc<Disk>>,
-    /// Called on a thread of the machine's for everything that happens by itself.
+    /// Callback, called on a thread of the machine's for everything that happens by itself.
     pub on_event: OnEvent,
 }
 
-/// What is left of a machine is not what this program goes on with: trying once more does not help.
+/// The remains of a machine are not what this program goes on with: trying once more does not help.
 #[derive(Debug)]
 pub struct NotUnderstood(pub(crate) String);
 
@@ -105,7 +116,8 @@ impl Machine {
         self.agent.hello().version
     }
 
-    /// Why it cannot be adopted by another process, as the end of a sentence; none if it can.
+    /// The reason why it cannot be adopted by another process, as the end of a sentence; none if it
+    /// can.
     pub fn adoption_obstacle(&self) -> Option<&'static str> {
         match () {
             () if self.lockstep.is_some() => Some("its QEMU was made for lockstep"),
@@ -151,6 +163,7 @@ impl Machine {
             blocks: self.blocks.iter().map(block).collect(),
             pause_obstacle: self.pause_obstacle().map(str::to_owned),
             keeps_taps: true,
+            disk_bytes: self.disks().iter().map(|disk| disk.export_bytes()).collect(),
         };
         Ok((note, descriptors))
     }
@@ -271,9 +284,9 @@ impl Machine {
         }
     }
 
-    /// Whoever has its custody is to go on with it: its QEMU stands still, and nothing here touches it, its
-    /// disks or its cards any more. What the guest has sent has left. This process ends now; dropped, the
-    /// machine would end QEMU.
+    /// Leaves it to whoever has its custody: its QEMU stands still, and nothing here touches it,
+    /// its disks or its cards any more. What the guest has sent has left. This process ends now;
+    /// dropped, the machine would end QEMU.
     pub fn leave_to_next(&self) {
         for port in &self.ports {
             port.drain();
@@ -295,7 +308,7 @@ impl Machine {
         self.ram.forget_pages()
     }
 
-    /// It is not left after all; lets QEMU go on, if it stands still.
+    /// Keeps it after all; lets QEMU go on, if it stands still.
     pub fn stay(&self) -> io::Result<()> {
         self.ports.iter().for_each(|port| port.resume_inbound());
         self.process.qemu.go_on()
@@ -335,7 +348,7 @@ fn adopt_console(
     ConsoleServer::adopt(&path, &log, Box::new(move || doorbell.ring()), end.into())
 }
 
-/// Where QEMU looks for them.
+/// Serves the disks at the sockets where QEMU looks for them.
 fn serve_disks(disks: &[Arc<Disk>], home: &Home) -> anyhow::Result<Vec<NbdServer>> {
     let serve = |disk: &Arc<Disk>| -> anyhow::Result<NbdServer> {
         let socket = home.path(&disk_socket(disk));

@@ -10,8 +10,9 @@ use crate::tpm::Tpm;
 use std::time::Duration;
 use understudy_threads::{Mutex, lock};
 
-/// For so long at most a TPM's work excuses QEMU, which waits for the command that runs before it saves
-/// the device state: a key of RSA takes seconds. Shorter than any time-out of a pause.
+/// The longest time for which a TPM's work excuses QEMU, which waits for the command that runs
+/// before it saves the device state: a key of RSA takes seconds. Shorter than any time-out of a
+/// pause.
 const TPM_BOUND: Duration = Duration::from_secs(15);
 
 /// Looks within the bound: it is exceeded by a tenth at most, for a host that is not starved.
@@ -29,7 +30,7 @@ enum Turn {
     Daemons,
 }
 
-/// What QEMU owes in pauses, and what it did.
+/// The attention that QEMU owes pauses, and what it did.
 #[derive(Debug, Default)]
 pub struct Attention(Mutex<(Turn, u64)>);
 
@@ -75,7 +76,7 @@ impl Drop for Attended<'_> {
     }
 }
 
-/// What there is to see of one QEMU at a look.
+/// The signs of one QEMU at a look.
 #[derive(Debug)]
 pub struct Signs<'a> {
     /// Its pauses.
@@ -93,10 +94,10 @@ pub struct Signs<'a> {
 pub struct HangDetector {
     bound: Duration,
     silent: Duration,
-    /// Of the time in which nothing was answered, that in which its TPM worked.
+    /// Part of the time without an answer in which its TPM worked.
     in_tpm: Duration,
     answers: u64,
-    /// It has answered a probe, so that one can be expected of it.
+    /// Whether it has answered a probe, so that one can be expected of it.
     echoes: bool,
 }
 

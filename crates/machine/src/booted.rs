@@ -23,7 +23,7 @@ use understudy_qemu::{Monitor, Role, TickRate};
 
 /// Environment variable with the directory of saved guests.
 const VARIABLE: &str = "UNDERSTUDY_BOOTED";
-/// What a directory has: the guest's memory, and what QEMU saved beside it.
+/// Names of a directory's files: the guest's memory, and what QEMU saved beside it.
 const RAM: &str = "ram";
 const DEVICES: &str = "devices";
 /// Memory that is read at once.

@@ -36,7 +36,7 @@ impl std::fmt::Display for DiskError {
     }
 }
 
-/// What is said of a disk that does not answer.
+/// The notice about a disk that does not answer.
 pub fn hung(disk: DiskIndex, silent: Duration) -> String {
     format!("disk{disk} has not answered for {} s", silent.as_secs())
 }
@@ -67,7 +67,8 @@ impl DiskErrors {
 }
 
 impl Machine {
-    /// Why the guest stands still, if an error of a disk has stopped it, and what becomes of it.
+    /// The reason why the guest stands still, if an error of a disk has stopped it, and what
+    /// becomes of it.
     pub fn disk_error(&self) -> Option<String> {
         let Some(error) = self.process.disk_errors.current() else {
             return self.hidden_disk_error().or_else(|| self.hung_disk());
@@ -101,7 +102,7 @@ impl Machine {
         ))
     }
 
-    /// Which disk does not answer, if one has not for too long.
+    /// The disk that does not answer, if one has not for too long.
     fn hung_disk(&self) -> Option<String> {
         let hung = |disk: &std::sync::Arc<understudy_disk::Disk>| {
             let (_, silent) = disk.longest_wait()?;

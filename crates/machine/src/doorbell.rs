@@ -18,7 +18,7 @@ struct State {
 }
 
 impl Doorbell {
-    /// Something changed.
+    /// Tells that something changed.
     pub fn ring(&self) {
         self.0.change(|state| {
             state.rings += 1;

@@ -50,15 +50,15 @@ impl Drop for Hearing {
 }
 
 struct Listener<F> {
-    /// None once QEMU has ended.
+    /// QEMU's events; none once it has ended.
     events: Option<Events>,
     on_event: F,
-    /// None once it has, or where there is none.
+    /// The console; none once QEMU has ended, or where there is none.
     console: Option<Console>,
     stop: Arc<EventFd>,
 }
 
-/// What there is to hear.
+/// The sources from which there is something to hear.
 struct Heard {
     stop: bool,
     events: bool,
@@ -116,10 +116,10 @@ impl<F: FnMut(VmEvent)> Listener<F> {
 
 /// A console and the thread for it.
 struct Console {
-    /// Here while nobody speaks.
+    /// The relay, which is here while nobody speaks.
     relay: Option<Relay>,
     crew: Crew<Relay>,
-    /// From the crew: the relay, or none when it is over.
+    /// Channel from the crew: the relay, or none when it is over.
     back: Receiver<Option<Relay>>,
     /// Readable when something is in `back`.
     rests: Arc<EventFd>,
@@ -134,14 +134,14 @@ impl Console {
         Ok(Console { relay: Some(relay), crew, back, rests })
     }
 
-    /// Somebody speaks.
+    /// Hands the relay to the crew, since somebody speaks.
     fn speak(&mut self) {
         if let Some(relay) = self.relay.take() {
             self.crew.hand(relay);
         }
     }
 
-    /// Nobody speaks any more. Returns whether anybody may again.
+    /// Takes the relay back, since nobody speaks any more. Returns whether anybody may again.
     fn rest(&mut self) -> bool {
         // Fails if it was read already.
         let _ = self.rests.read();
@@ -161,7 +161,7 @@ impl Console {
     }
 }
 
-/// What the crew's thread does with a relay.
+/// The work of the crew's thread on a relay.
 fn relaying(
     stop: &Arc<EventFd>,
     giver: &Sender<Option<Relay>>,

@@ -1,4 +1,4 @@
-//! What a QEMU finds on its host: a directory of its own, and the host's files that
+//! The things that a QEMU finds on its host: a directory of its own, and the host's files that
 //! it was handed open. It reaches nothing else.
 
 use crate::Plan;
@@ -23,7 +23,7 @@ pub const AGENT: &str = "agent";
 pub const CONSOLE_LOG: &str = "console.log";
 
 const DIRECTORY: &str = "qemu";
-/// Of a QEMU that is to go on in another's place.
+/// Name of the home of a QEMU that is to go on in another's place.
 const NEXT: &str = "qemu.next";
 const KVM: &str = "/dev/kvm";
 
@@ -73,12 +73,12 @@ impl Home {
         std::fs::rename(vm_directory.join(NEXT), directory)
     }
 
-    /// Where the daemon finds a file of it once it is the VM's only one.
+    /// The path at which the daemon finds a file of it once it is the VM's only one.
     pub fn lasting_path(&self, name: &str) -> PathBuf {
         self.directory.with_file_name(DIRECTORY).join(name)
     }
 
-    /// What the VM has of them once this directory is its only one.
+    /// The sockets that the VM has once this directory is its only one.
     pub fn local_sockets(&self, definition: &VmDefinition) -> LocalSockets {
         let path = |there: bool, name: &str| there.then(|| self.lasting_path(name));
         LocalSockets {
@@ -88,7 +88,7 @@ impl Home {
         }
     }
 
-    /// Where it is.
+    /// The path of it.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
@@ -128,7 +128,7 @@ pub struct Lent {
     firmware: Option<File>,
     kernel: Option<File>,
     initrd: Option<File>,
-    /// None if QEMU has the daemon's own rights.
+    /// The userfaultfd device; none if QEMU has the daemon's own rights.
     userfaultfd: Option<File>,
     /// The same, or if it is not to use KVM.
     pub kvm: Option<File>,
@@ -167,7 +167,7 @@ impl Lent {
         }
     }
 
-    /// What the agent must know, and the dynamic linker of the agent.
+    /// The variables that the agent must know, and the dynamic linker of the agent.
     pub fn environment(&self) -> Vec<(OsString, OsString)> {
         let mut environment: Vec<(OsString, OsString)> = vec![
             ("LD_PRELOAD".into(), path_in_qemu(self.agent.as_raw_fd()).into()),
@@ -180,7 +180,7 @@ impl Lent {
         environment
     }
 
-    /// What QEMU inherits.
+    /// The descriptors that QEMU inherits.
     pub fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let boot = [&self.firmware, &self.kernel, &self.initrd];
         let optional = boot.into_iter().chain([&self.userfaultfd, &self.kvm]).flatten();
@@ -188,7 +188,7 @@ impl Lent {
     }
 }
 
-/// Without the device, any user must be allowed to make a userfaultfd.
+/// The opened device; without it, any user must be allowed to make a userfaultfd.
 fn userfaultfd(opened: std::io::Result<File>) -> anyhow::Result<Option<File>> {
     let error = match opened {
         Ok(device) => return Ok(Some(device)),

@@ -1,4 +1,4 @@
-//! How a machine comes to be: its QEMU, and all that QEMU must find.
+//! The launch of a machine: of its QEMU, and all that QEMU must find.
 
 #[cfg(feature = "fail-points")]
 use crate::booted::Booted;
@@ -39,16 +39,16 @@ use understudy_qemu::{
 };
 use understudy_threads::{Mutex, RwLock};
 
-/// How long QEMU may take to start and to answer.
+/// Time that QEMU may take to start and to answer.
 pub(crate) const QEMU_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// What a machine is made of.
+/// The parts that a machine is made of.
 pub struct Plan<'a> {
     /// The VM as it is on this host.
     pub definition: VmDefinition,
     /// Versioned machine type.
     pub machine_type: String,
-    /// What executes the guest's instructions.
+    /// The accelerator that executes the guest's instructions.
     pub accelerator: Accelerator,
     /// Directory for sockets and logs; exists, and is this VM's own.
     pub run_dir: &'a Path,
@@ -64,15 +64,15 @@ pub struct Plan<'a> {
     pub disks: Vec<Arc<Disk>>,
     /// Whether its QEMU may outlive this process, and its disks come back.
     pub may_be_adopted: bool,
-    /// Fresh: the VM runs here, its output goes out. Standby: nothing does.
+    /// The role of QEMU. Fresh: the VM runs here, its output goes out. Standby: nothing does.
     pub role: Role,
-    /// How its QEMU takes part in lockstep; none if it does not.
+    /// Part that its QEMU takes in lockstep; none if it does not.
     pub lockstep: Option<Lockstep>,
     /// The machine in whose place it is to go on: it has the same memory, disks and ports.
     pub former: Option<&'a Machine>,
     /// Its memory, if somebody fills it already; else it is the former machine's, or new.
     pub ram: Option<Arc<GuestRam>>,
-    /// Called on a thread of the machine's for everything that happens by itself.
+    /// Callback, called on a thread of the machine's for everything that happens by itself.
     pub on_event: OnEvent,
 }
 
@@ -265,7 +265,7 @@ pub(crate) fn open_ports(
     Ok(ports)
 }
 
-/// What the VM's cards are like on this host.
+/// The configurations of the VM's cards on this host.
 pub(crate) fn port_configs(
     definition: &VmDefinition,
     role: Role,

@@ -1,4 +1,4 @@
-//! What a guest runs on, on one host: [`Machine`], which is a QEMU with everything around it.
+//! The machine that a guest runs on, on one host: [`Machine`], a QEMU with everything around it.
 //!
 //! | part | what it owns |
 //! |---|---|

@@ -29,7 +29,7 @@ use understudy_qemu::{Accelerator, Monitor, VmDefinition, build_id};
 use understudy_report::LimitsReport;
 use understudy_threads::{Mutex, MutexGuard, RwLock, RwLockReadGuard, lock, spawn};
 
-/// What happens to a machine by itself.
+/// An event that happens to a machine by itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MachineEvent {
     /// The guest powered off; QEMU stands still.
@@ -41,13 +41,14 @@ pub enum MachineEvent {
     Died(String),
     /// The guest stands still at this error of one of its disks.
     DiskFailed(String),
-    /// In lockstep: a request of the guest failed with this error, and it waits for it while it goes on.
+    /// A request of the guest failed with this error in lockstep, and it waits for it while it goes
+    /// on.
     DiskWithholds(String),
     /// The guest rebooted.
     Rebooted,
     /// The guest's kernel panicked.
     Panicked,
-    /// Something to tell the user.
+    /// A notice for the user.
     Notice(String),
 }
 
@@ -84,14 +85,15 @@ pub struct Machine {
     /// Its guest's last state is on its way to a backup: it does not run on beside that.
     pub(crate) passed_on: AtomicBool,
     pub(crate) process: Arc<Process>,
-    /// None, too, of a machine that a daemon before this one has started: it ends with QEMU.
+    /// Its TPM; none, too, of a machine that a daemon before this one has started: it ends with
+    /// QEMU.
     pub(crate) tpm: Option<Tpm>,
     pub(crate) on_event: OnEvent,
     // Held open: their ends tell QEMU that this daemon lives.
     pub(crate) agent: AgentLink,
     pub(crate) _hearing: Hearing,
     pub(crate) console_server: Option<ConsoleServer>,
-    /// Last: fields are dropped in order.
+    /// Presence of the machine, last: fields are dropped in order.
     pub(crate) presence: Arc<()>,
 }
 
@@ -99,12 +101,12 @@ pub struct Machine {
 pub(crate) struct Drives {
     /// The machine's definition, with the media that are in its drives.
     pub definition: Arc<VmDefinition>,
-    /// Of each disk; none only while a medium is changed, or if it could not be.
+    /// Server of each disk; none only while a medium is changed, or if it could not be.
     pub servers: Vec<Option<NbdServer>>,
     pub disks: Vec<Arc<Disk>>,
 }
 
-/// What ties a machine to others that have, or may get, what is the guest's.
+/// The ties of a machine to others that have, or may get, what is the guest's.
 #[derive(Default)]
 pub(crate) struct Ties {
     /// The ports' sockets to this QEMU, while another one has them.
@@ -114,7 +116,7 @@ pub(crate) struct Ties {
 }
 
 impl Machine {
-    /// Dead once the machine is gone with all that it had, not a moment before.
+    /// The presence of the machine: dead once it is gone with all that it had, not a moment before.
     pub fn presence(&self) -> Weak<()> {
         Arc::downgrade(&self.presence)
     }
@@ -134,7 +136,7 @@ impl Machine {
         &self.machine_type
     }
 
-    /// What executes the guest's instructions.
+    /// The accelerator that executes the guest's instructions.
     pub fn accelerator(&self) -> Accelerator {
         self.accelerator
     }
@@ -173,8 +175,8 @@ impl Machine {
         &self.ports
     }
 
-    /// Each card's frames that the guest, which stands still, was given and has not read. To be
-    /// dropped before it goes on.
+    /// The frames of each card that the guest, which stands still, was given and has not read. To
+    /// be dropped before it goes on.
     pub fn unread(&self) -> Result<Vec<(CardIndex, Unread)>, NetworkError> {
         let unread = |(port, number): (&Arc<Port>, &RawFd)| {
             let end = GuestsEnd::borrow(self.qemu_pid(), *number)?;
@@ -193,12 +195,13 @@ impl Machine {
         lock(&self.monitor)
     }
 
-    /// Something about the VM to tell its user.
+    /// Tells the VM's user something about it.
     pub fn notice(&self, text: String) {
         (self.on_event)(MachineEvent::Notice(text));
     }
 
-    /// In lockstep: errors of its disks are its owner's, and not QEMU's, which would stop the guest.
+    /// Makes errors of its disks, in lockstep, its owner's, and not QEMU's, which would stop the
+    /// guest.
     pub fn withhold_disk_errors(&self) {
         for disk in self.disks() {
             let (on_event, index) = (self.on_event.clone(), disk.index());
@@ -214,17 +217,17 @@ impl Machine {
         self.disks().iter().any(|disk| disk.withholds_errors())
     }
 
-    /// Why this QEMU cannot be in lockstep, by the way it was built; none if it can.
+    /// The reason why this QEMU cannot be in lockstep, by the way it was built; none if it can.
     pub fn lockstep_obstacle(&self) -> Option<String> {
         lockstep::build_obstacle(self.agent.hello())
     }
 
-    /// Why pauses go through the monitor and take longer; none if they do not.
+    /// The reason why pauses go through the monitor and take longer; none if they do not.
     pub fn pause_obstacle(&self) -> Option<&str> {
         self.pauser.obstacle()
     }
 
-    /// How its QEMU was started for lockstep; none if it cannot take part.
+    /// The way in which its QEMU was started for lockstep; none if it cannot take part.
     pub fn lockstep(&self) -> Option<&Lockstep> {
         self.lockstep.as_ref()
     }
@@ -239,12 +242,12 @@ impl Machine {
         &self.local
     }
 
-    /// What the guest says on its console, on its way out; none if it has no console.
+    /// The guest's words on its console, on its way out; none if it has no console.
     pub fn console_output(&self) -> Option<&Arc<ConsoleOutput>> {
         self.console_server.as_ref().map(ConsoleServer::output)
     }
 
-    /// Why the guest is slower than its definition let hope.
+    /// The reason why the guest is slower than its definition let hope.
     pub fn slowness(&self) -> Option<String> {
         self.slow.clone()
     }
@@ -265,7 +268,7 @@ impl Machine {
         self.process.limits.report()
     }
 
-    /// How a QEMU that does not run any more ended, for people.
+    /// The way in which a QEMU that does not run any more ended, for people.
     pub fn last_words(&self) -> String {
         self.process.last_words()
     }
@@ -342,8 +345,9 @@ impl Machine {
         loaded.map_err(|error| self.process.explain(error.into()))
     }
 
-    /// What its TPM has on this host's disk is the TPM's state from now on. To be called once the machine
-    /// has the guest's state, or begins with a new one, and its images are known to be the guest's.
+    /// Makes what its TPM has on this host's disk the TPM's state from now on. To be called once
+    /// the machine has the guest's state, or begins with a new one, and its images are known to be
+    /// the guest's.
     pub fn settle_tpm(&self) -> anyhow::Result<()> {
         self.tpm.as_ref().map_or(Ok(()), Tpm::settle)
     }
@@ -378,7 +382,8 @@ impl Machine {
         }
     }
 
-    /// Should this daemon die the guest stands still from now on, until the next one.
+    /// Sets the custody by which the guest, should this daemon die, stands still until the next
+    /// one.
     pub fn set_custody(&self, custody: Custody) {
         let former = lock(&self.ties).custody.replace(custody);
         drop(former);

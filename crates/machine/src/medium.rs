@@ -17,7 +17,7 @@ use understudy_qemu::qmp::EjectError;
 use understudy_qemu::user::{self, User};
 use understudy_threads::RwLockWriteGuard;
 
-/// What a drive is to have.
+/// The medium that a drive is to have.
 pub struct Medium {
     /// The medium's image, or a placeholder.
     pub disk: Arc<Disk>,

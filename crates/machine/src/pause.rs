@@ -1,4 +1,4 @@
-//! How a machine is paused for a checkpoint: by the agent inside QEMU where that is proven,
+//! The pause of a machine for a checkpoint: by the agent inside QEMU where that is proven,
 //! else through the monitor. That takes longer, and is no less safe.
 
 mod written_back;
@@ -22,8 +22,8 @@ use understudy_qemu::pause::{AgentPause, AgentPauser, obstacle};
 use understudy_qemu::qmp::{Checkpoint, DeviceState};
 use written_back::WrittenBack;
 
-/// Set to `qmp`, it has the daemon pause through the monitor: to tell, when something goes
-/// wrong, whether the agent is the cause.
+/// Environment variable that, set to `qmp`, has the daemon pause through the monitor: to tell, when
+/// something goes wrong, whether the agent is the cause.
 const VARIABLE: &str = "UNDERSTUDY_PAUSE";
 
 /// Pauses one machine.
@@ -78,8 +78,8 @@ impl Pauser {
         Ok(Pauser::by(Ok(Arc::new(pauser.context("cannot pause QEMU through its agent")?))))
     }
 
-    /// As [`AgentPauser::have_written_back`]. The monitor's `stop` does so in any case; whether it could,
-    /// [`WrittenBack`] sees.
+    /// Does the same as [`AgentPauser::have_written_back`]. The monitor's `stop` does so in any
+    /// case; whether it could, [`WrittenBack`] sees.
     pub fn have_written_back(&self, kept: bool) {
         if let Ok(agent) = &self.agent {
             agent.have_written_back(kept);
@@ -91,12 +91,12 @@ impl Pauser {
         self.agent.as_ref().ok()
     }
 
-    /// What [`Pauser::adopt`] takes, if it is the agent.
+    /// The descriptors that [`Pauser::adopt`] takes, if it is the agent.
     pub fn duplicate(&self) -> io::Result<Option<[OwnedFd; 2]>> {
         self.agent.as_ref().ok().map(|agent| agent.duplicate()).transpose()
     }
 
-    /// Why pauses go through the monitor; none if they do not.
+    /// The reason why pauses go through the monitor; none if they do not.
     pub fn obstacle(&self) -> Option<&str> {
         self.agent.as_ref().err().map(String::as_str)
     }
@@ -210,13 +210,13 @@ pub struct Pause<'a> {
     method: Method<'a>,
     state: &'a DeviceState,
     held: Option<&'a AtomicBool>,
-    /// Last: the pause ends before.
+    /// Attention, last: the pause ends before.
     attended: Attended<'a>,
 }
 
 enum Method<'a> {
     Agent(AgentPause<'a>),
-    /// It does not say whether the disks have what their formats kept back.
+    /// The monitor, which does not say whether the disks have what their formats kept back.
     Monitor(Checkpoint<'a>, Option<WrittenBack>),
 }
 

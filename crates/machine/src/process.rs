@@ -15,7 +15,8 @@ use understudy_qemu::{Monitor, Qemu};
 /// QEMU's process, and what is known of its end.
 pub(crate) struct Process {
     pub(crate) qemu: Qemu,
-    /// What it may use; behind it, so that its groups are empty when they are removed.
+    /// The limits of what it may use; behind it, so that its groups are empty when they are
+    /// removed.
     pub(crate) limits: LimitGroup,
     /// The end is this daemon's own doing.
     pub(crate) halted: AtomicBool,
@@ -63,7 +64,7 @@ impl Process {
         }
     }
 
-    /// What is done about QEMU's events.
+    /// Does what is to be done about QEMU's events.
     pub(crate) fn interpreted(
         self: Arc<Self>,
         on_event: OnEvent,
@@ -76,7 +77,7 @@ impl Process {
         }
     }
 
-    /// How QEMU ended, for people.
+    /// The way in which QEMU ended, for people.
     pub(crate) fn last_words(&self) -> String {
         let words = match self.qemu.wait(Duration::from_secs(1)) {
             Ok(Some(exit)) => exit.to_string(),

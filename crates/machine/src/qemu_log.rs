@@ -18,11 +18,11 @@ use tracing::warn;
 pub const QEMU_LOG: &str = "qemu.log";
 /// The same of its swtpm.
 pub(crate) const SWTPM_LOG: &str = "swtpm.log";
-/// Behind the name of what it held last before it was cut.
+/// Suffix of the file with what it held last before it was cut.
 const FORMER: &str = ".1";
-/// Over so much it is cut.
+/// The size above which it is cut.
 const MOST_BYTES: u64 = 1 << 20;
-/// How often somebody looks. What QEMU says in between comes on top.
+/// Time between two looks. What QEMU says in between comes on top.
 const INTERVAL: Duration = Duration::from_secs(1);
 
 /// Bounds the logs in the directories of VMs that `find` finds, also of those that no machine is left of, for as long as `host` lives.

@@ -1,4 +1,4 @@
-//! Which pages a protected guest has written: of main memory by QEMU's dirty log on KVM, else by
+//! The pages that a protected guest has written: of main memory by QEMU's dirty log on KVM, else by
 //! scans of the kernel's page tables (docs/decisions/001-dirty-tracking-on-kvm.md).
 
 use anyhow::Context;
@@ -21,7 +21,7 @@ pub enum Tracker {
 }
 
 impl Tracker {
-    /// From now on every write is seen, and reported by the next [`Tracker::scan`].
+    /// Begins to see every write, which is reported by the next [`Tracker::scan`].
     pub fn arm(&mut self) -> anyhow::Result<()> {
         match self {
             Tracker::Scans(tracker) => Ok(tracker.arm()?),
@@ -38,7 +38,7 @@ impl Tracker {
         }
     }
 
-    /// About how many pages the next scan will find.
+    /// The approximate number of pages that the next scan will find.
     pub fn count(&mut self) -> anyhow::Result<u64> {
         match self {
             Tracker::Scans(tracker) => Ok(tracker.count()?),
@@ -122,7 +122,7 @@ pub(crate) fn logged(accelerator: Accelerator, blocks: &[RamBlock]) -> Vec<Logge
     }
 }
 
-/// What the agent is armed with for [`LogTracker::begin`].
+/// The block that the agent is armed with for [`LogTracker::begin`].
 pub fn main_memory(blocks: &[RamBlock]) -> Option<LoggedBlock> {
     let main = blocks.first()?;
     Some(LoggedBlock { address: main.address_in_qemu(), pages: main.pages() })

@@ -1,4 +1,4 @@
-//! How writes to a guest's memory, and accesses, are seen: in one way at a time.
+//! The watch over writes to a guest's memory, and accesses: in one way at a time.
 
 use crate::Machine;
 use crate::tracking::{LogTracker, Tracker};
@@ -10,21 +10,22 @@ use understudy_protocol::PageIndex;
 use understudy_qemu::Accelerator;
 use understudy_threads::{Mutex, MutexGuard, lock};
 
-/// What watches one machine's memory now.
+/// The watcher of one machine's memory now.
 #[derive(Default)]
 pub(crate) struct Watching {
-    /// Held by whoever protects the VM, all the time; taken before the other.
+    /// Tracker, locked by whoever protects the VM, all the time; taken before the other.
     tracker: Mutex<Option<Tracker>>,
     for_snapshots: Mutex<ForSnapshots>,
 }
 
-/// Instead of the tracker. The sample is a part of the guard, and dropped before it.
+/// The watchers for snapshots, in place of the tracker. The sample is a part of the guard, and
+/// dropped before it.
 #[derive(Default)]
 struct ForSnapshots {
     /// Pages that are watched in normal running.
     sample: Option<Sample>,
     guard: Option<Arc<Guard>>,
-    /// Of all blocks but main memory, while a snapshot is being prepared.
+    /// Tracker of all blocks but main memory, while a snapshot is being prepared.
     auxiliary: Option<DirtyTracker>,
 }
 
@@ -66,7 +67,7 @@ impl Machine {
         Ok(Tracker::Scans(DirtyTracker::attach(pid, uffd, self.blocks(), self.reprotect())?))
     }
 
-    /// How scans of its memory protect again: KVM is spared the loss of its mappings
+    /// The way in which scans of its memory protect again: KVM is spared the loss of its mappings
     /// (docs/decisions/001-dirty-tracking-on-kvm.md).
     fn reprotect(&self) -> Reprotect {
         match self.accelerator() {
@@ -103,7 +104,7 @@ impl Machine {
         Ok(())
     }
 
-    /// What was written to them since.
+    /// Adds what was written to them since.
     pub fn scan_auxiliary(&self, dirty: &mut DirtySet) -> anyhow::Result<()> {
         match &mut self.for_snapshots().auxiliary {
             Some(auxiliary) => Ok(auxiliary.scan(dirty)?),
@@ -116,7 +117,7 @@ impl Machine {
         self.for_snapshots().auxiliary = None;
     }
 
-    /// Whoever protects the VM holds its tracker all the time.
+    /// The lock of its tracker, which whoever protects the VM holds all the time.
     fn unprotected(&self) -> anyhow::Result<MutexGuard<'_, Option<Tracker>>> {
         match self.watching.tracker.try_lock() {
             Ok(tracker) => Ok(tracker),

@@ -100,7 +100,7 @@ impl Drop for AgentListener {
 /// else has its descriptors ([`AgentLink::duplicate`]), who then has the guest stand still.
 #[derive(Debug)]
 pub struct AgentLink {
-    /// That it is open is what it is for; see [`AgentLink::socket`].
+    /// Connection that only has to be open; see [`AgentLink::socket`].
     stream: UnixStream,
     hello: Hello,
     pid: i32,
@@ -130,7 +130,7 @@ impl AgentLink {
         &self.mappings
     }
 
-    /// What the agent said of itself.
+    /// The agent's description of itself.
     pub fn hello(&self) -> &Hello {
         &self.hello
     }

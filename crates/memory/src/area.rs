@@ -26,19 +26,19 @@ const TABLE_BYTES: u64 = 2 << 20;
 /// Number of regions that the kernel reports in one call.
 const REGIONS_PER_CALL: usize = 512;
 
-/// Clean pages may be protected along with written ones, to save a call: one for so many.
+/// The number of written pages along with which one clean page may be protected, to save a call.
 const WRITTEN_PER_CLEAN: u64 = 8;
 
-/// How a scan protects again what was written.
+/// The way in which a scan protects again what was written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reprotect {
-    /// In the call that looks: the fewest calls. For a guest that QEMU emulates.
+    /// Protection in the call that looks: the fewest calls. For a guest that QEMU emulates.
     AtOnce,
-    /// Run by run, after a look: for KVM, whose mappings of what nobody wrote stay then.
+    /// Protection run by run, after a look: for KVM, whose mappings of what nobody wrote stay then.
     Runs,
 }
 
-/// Where to scan, and room for the kernel's report.
+/// The memory to scan, and room for the kernel's report.
 #[derive(Debug)]
 pub(crate) struct ScanArea {
     block: RamBlock,
@@ -46,16 +46,16 @@ pub(crate) struct ScanArea {
     tables: Vec<Table>,
     reprotect: Reprotect,
     regions: Box<[PageRegion]>,
-    /// What a look found, for [`Reprotect::Runs`].
+    /// Regions that a look found, for [`Reprotect::Runs`].
     looked: Box<[PageRegion]>,
 }
 
-/// What is known of the memory that one page table maps.
+/// The knowledge about the memory that one page table maps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Table {
-    /// Without content, the last time somebody looked.
+    /// The memory had no content, the last time somebody looked.
     Bare,
-    /// Got content since the last scan: all of it is new.
+    /// The memory got content since the last scan: all of it is new.
     New,
     /// Every write is reported page by page.
     Armed,
@@ -108,7 +108,8 @@ impl ScanArea {
         Ok(())
     }
 
-    /// How many pages the next scan would find, without memory touched for the first time.
+    /// The number of pages that the next scan would find, without memory touched for the first
+    /// time.
     pub fn count(&mut self, pagemap: &Pagemap) -> Result<u64, MemoryError> {
         let mut pages = 0;
         let mut next = self.range.start;
@@ -244,7 +245,7 @@ impl ScanArea {
         (address / TABLE_BYTES - self.range.start / TABLE_BYTES) as usize
     }
 
-    /// Where a table's memory begins in this area; the area's end for the one behind the last.
+    /// The start of a table's memory in this area; the area's end for the one behind the last.
     fn start_of(&self, table: usize) -> u64 {
         let start = (self.range.start / TABLE_BYTES + table as u64) * TABLE_BYTES;
         start.clamp(self.range.start, self.range.end())

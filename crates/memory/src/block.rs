@@ -22,7 +22,7 @@ pub struct RamBlock {
 
 #[derive(Clone, Debug)]
 enum Source {
-    /// Shared with the daemon.
+    /// Memory shared with the daemon.
     Main(Arc<GuestRam>),
     /// Private memory of QEMU.
     Auxiliary(Arc<ProcessMemory>),
@@ -62,7 +62,7 @@ impl RamBlock {
         &self.name
     }
 
-    /// Where QEMU has the block in its address space.
+    /// The block's address in QEMU's address space.
     pub fn address_in_qemu(&self) -> u64 {
         self.address_in_qemu
     }
@@ -179,7 +179,7 @@ impl RamBlock {
         self.address_in_qemu + page.byte_offset()
     }
 
-    /// How many of the `bytes` from page `first` on belong to the block.
+    /// The number of the `bytes` from page `first` on that belong to the block.
     fn inside(&self, first: PageIndex, bytes: usize) -> usize {
         // At most `bytes`, so it fits.
         (self.bytes - first.byte_offset()).min(bytes as u64) as usize

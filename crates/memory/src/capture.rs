@@ -3,7 +3,7 @@
 use crate::{DirtySet, MemoryError, PageStaging, RamBlock};
 use understudy_protocol::PAGE_SIZE;
 
-/// From this many pages on, a second thread repays being woken.
+/// The number of pages from which on a second thread repays being woken.
 const PARALLEL_PAGES: u64 = 512;
 
 /// Copies the pages of `dirty` into `staging`.

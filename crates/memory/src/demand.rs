@@ -7,12 +7,12 @@ use crate::{FaultDescriptor, MemoryError, RamBlock};
 use std::sync::Arc;
 use understudy_protocol::{PAGE_SIZE, PageIndex};
 
-/// What is known of a page without content that the guest touches.
+/// The state of a page without content that the guest touches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Missing {
-    /// It is zero.
+    /// The page is zero.
     Zero,
-    /// It has got its content meanwhile.
+    /// The page has got its content meanwhile.
     Filled,
     /// Content that will be filled in: until then the guest waits.
     Coming,
@@ -30,10 +30,10 @@ pub struct DemandPager {
 }
 
 impl DemandPager {
-    /// For `main`, QEMU's main memory. From here on only [`DemandPager::fill`] may fill it, and
-    /// nobody may read it through another mapping, which would make zeros of what is missing.
-    /// Before the device state is loaded. `demand` is asked for each page that is touched, on a
-    /// thread of its own, and must not wait for what it asks for.
+    /// Creates the pager of `main`, QEMU's main memory. From here on only [`DemandPager::fill`] may
+    /// fill it, and nobody may read it through another mapping, which would make zeros of what is
+    /// missing. Before the device state is loaded. `demand` is asked for each page that is touched,
+    /// on a thread of its own, and must not wait for what it asks for.
     pub fn attach(
         faults: &Arc<FaultDescriptor>,
         main: &RamBlock,

@@ -16,7 +16,7 @@ impl DirtySet {
         DirtySet::default()
     }
 
-    /// How many pages are in the set.
+    /// The number of pages in the set.
     pub fn pages(&self) -> u64 {
         self.pages
     }

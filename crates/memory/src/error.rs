@@ -3,7 +3,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 use understudy_protocol::{BlockId, PageIndex};
 
-/// What can go wrong with guest memory, its tracking and the agent inside QEMU.
+/// An error of guest memory, its tracking and the agent inside QEMU.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
     /// The size asked for is not one that a guest can have.
@@ -13,7 +13,7 @@ pub enum MemoryError {
     /// A system call on the guest's main memory failed.
     #[error("{action} {bytes} bytes of guest memory: {source}")]
     Ram {
-        /// What was tried, as the start of a sentence.
+        /// The operation that was tried, as the start of a sentence.
         action: &'static str,
         /// Number of bytes that it was about.
         bytes: u64,
@@ -34,7 +34,7 @@ pub enum MemoryError {
         pages: u64,
     },
 
-    /// There is no memory left for copies of pages.
+    /// No memory is left for copies of pages.
     #[error("cannot get memory for copies of written pages: {0}")]
     Staging(#[source] io::Error),
 
@@ -84,11 +84,11 @@ pub enum MemoryError {
     AgentSilent {
         /// Path of the socket.
         path: PathBuf,
-        /// How long the daemon waited.
+        /// Time that the daemon waited.
         waited: Duration,
     },
 
-    /// What connected to the agent's socket does not speak the agent's language.
+    /// The peer that connected to the agent's socket does not speak the agent's language.
     #[error("what connected to the agent's socket is not this version's agent: {0}")]
     AgentHello(String),
 
@@ -152,7 +152,7 @@ pub enum MemoryError {
     /// The agent inside QEMU could not do something to QEMU's mappings.
     #[error("QEMU's agent could not {what}: {source}")]
     Mappings {
-        /// What it was asked for.
+        /// The thing that it was asked for.
         what: &'static str,
         /// The system's answer.
         source: io::Error,

@@ -135,7 +135,7 @@ impl Userfaultfd {
         Ok(Userfaultfd { fd })
     }
 
-    /// One that another process has made so.
+    /// Adopts one that another process has made so.
     pub(crate) fn adopt(fd: OwnedFd) -> Userfaultfd {
         Userfaultfd { fd }
     }

@@ -17,7 +17,7 @@ const TIMEOUT: TimeVal = TimeVal::new(10, 0);
 /// Asks the agent.
 #[derive(Debug)]
 pub struct Mappings {
-    /// One request at a time.
+    /// Socket, for one request at a time.
     socket: Mutex<OwnedFd>,
 }
 
@@ -67,7 +67,7 @@ impl Mappings {
         }
     }
 
-    /// Of this process, for tests: an agent like that in QEMU.
+    /// The mappings of this process, for tests: an agent like that in QEMU.
     #[cfg(test)]
     pub(crate) fn of_this_process() -> Mappings {
         use nix::sys::mman::{MmapAdvise, madvise};

@@ -1,4 +1,4 @@
-//! What this host's kernel can do, found by doing it.
+//! The features of this host's kernel, found by using them.
 
 use crate::mapping::SharedMapping;
 use crate::{DirtySet, DirtyTracker, GuestRam, MemoryError, RamBlock, Reprotect, Userfaultfd};
@@ -10,7 +10,7 @@ use understudy_protocol::{PAGE_SIZE, PageIndex};
 const PAGES: usize = 16;
 const WRITTEN_PAGE: PageIndex = PageIndex(5);
 
-/// What tracking needs of the kernel; each part is there, or an explanation why not.
+/// The features of the kernel that tracking needs; each part is there, or an explanation why not.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelSupport {
     /// userfaultfd can be created, with asynchronous write-protection of shared memory.

@@ -12,7 +12,7 @@ use understudy_threads::{Mutex, MutexGuard};
 /// Pages in a full chunk (1 MiB of content).
 pub const CHUNK_PAGES: usize = 256;
 
-/// Usual size of a pool's warm part, of any guest that is not small.
+/// The usual size of a pool's warm part, of any guest that is not small.
 pub const DEFAULT_WARM_BYTES: usize = 32 << 20;
 
 /// A pool's warm part for a guest of this memory: of a small one a sixteenth, since a host may have many of
@@ -82,7 +82,7 @@ impl StagingPool {
         Ok(())
     }
 
-    /// How many bytes of buffers lie unused in the pool.
+    /// The number of bytes of buffers that lie unused in the pool.
     pub fn free_bytes(&self) -> usize {
         self.shared.free().len() * CHUNK_BYTES.get()
     }
@@ -118,7 +118,7 @@ impl Shared {
 /// Copies of up to [`CHUNK_PAGES`] pages. Goes back to its pool when dropped.
 #[derive(Debug)]
 pub struct CapturedChunk {
-    /// Present until dropped.
+    /// Chunk, present until this is dropped.
     chunk: Option<Chunk>,
     pool: Arc<Shared>,
 }
@@ -135,12 +135,12 @@ pub struct CapturedPage<'a> {
 }
 
 impl CapturedChunk {
-    /// Which pages are in the chunk, in the order of their content.
+    /// The pages in the chunk, in the order of their content.
     pub fn runs(&self) -> &[PageRun] {
         &self.chunk().runs
     }
 
-    /// How many pages are in the chunk.
+    /// The number of pages in the chunk.
     pub fn page_count(&self) -> usize {
         self.chunk().pages
     }
@@ -214,13 +214,13 @@ pub struct CapturedPages {
 }
 
 impl CapturedPages {
-    /// How many page copies there are.
+    /// The number of page copies.
     pub fn page_count(&self) -> usize {
         self.chunks.iter().map(CapturedChunk::page_count).sum()
     }
 }
 
-/// Where [`crate::capture`] puts the pages of the current epoch.
+/// Buffers into which [`crate::capture`] puts the pages of the current epoch.
 #[derive(Debug)]
 pub struct PageStaging {
     pool: StagingPool,
@@ -228,7 +228,7 @@ pub struct PageStaging {
 }
 
 impl PageStaging {
-    /// Empty staging that takes its buffers from `pool`.
+    /// An empty staging that takes its buffers from `pool`.
     pub fn new(pool: StagingPool) -> PageStaging {
         let filled = Self::empty_list(&pool);
         PageStaging { pool, filled }

@@ -33,9 +33,9 @@ pub struct StillImage {
 
 #[derive(Debug)]
 struct State {
-    /// For each block, what is still to be copied, and what was written since.
+    /// Two sets for each block: the pages still to be copied, and those written since.
     pages: Vec<(PageBitmap, PageBitmap)>,
-    /// What writers have copied.
+    /// Pages that writers have copied.
     copies: Vec<StillPage>,
     /// The pages that were written first, in that order, while they are noted.
     trace: Option<Vec<StillPage>>,
@@ -45,8 +45,8 @@ struct State {
 }
 
 impl StillImage {
-    /// Of these blocks, which nobody writes at this moment. Up to `traced` first writes after it
-    /// are noted.
+    /// Takes an image of these blocks, which nobody writes at this moment. Up to `traced` first
+    /// writes after it are noted.
     pub fn take(blocks: &[RamBlock], traced: usize) -> Result<StillImage, MemoryError> {
         let mut pages = Vec::with_capacity(blocks.len());
         for block in blocks {

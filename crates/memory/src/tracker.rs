@@ -10,7 +10,7 @@ use understudy_protocol::PAGE_SIZE;
 /// Part of a block that one thread scans at a time.
 const SLICE_BYTES: u64 = 64 << 20;
 
-/// From this many page tables on (2 MiB of touched memory each), several threads repay
+/// The number of page tables (2 MiB of touched memory each) from which on several threads repay
 /// being woken.
 const PARALLEL_TABLES: usize = 128;
 
@@ -127,8 +127,8 @@ impl DirtyTracker {
         self.compared.iter_mut().try_for_each(|block| block.scan(dirty))
     }
 
-    /// About how many pages the next scan will find: memory that is touched for the first
-    /// time is not counted. Changes nothing; the guest may run.
+    /// The approximate number of pages that the next scan will find: memory that is touched for the
+    /// first time is not counted. Changes nothing; the guest may run.
     pub fn count(&mut self) -> Result<u64, MemoryError> {
         self.slices.iter_mut().map(|slice| slice.area.count(&self.pagemap)).sum()
     }
@@ -175,7 +175,7 @@ impl Drop for DirtyTracker {
 #[derive(Debug)]
 struct Slice {
     area: ScanArea,
-    /// What a parallel scan found here.
+    /// The pages that a parallel scan found here.
     written: DirtySet,
 }
 

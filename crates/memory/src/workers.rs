@@ -11,7 +11,7 @@ use std::sync::{OnceLock, PoisonError};
 use std::thread;
 use understudy_threads::{Condvar, Mutex, MutexGuard, Scope, current, within};
 
-/// Beyond this many threads, memory bandwidth is the limit.
+/// The number of threads beyond which memory bandwidth is the limit.
 const MOST_HELPERS: usize = 3;
 
 /// Does `work` on every item, the calling thread and its helpers each taking the next one.
@@ -55,7 +55,7 @@ struct Team {
 #[derive(Default)]
 struct State {
     offer: Option<Offer>,
-    /// What the lender's thread belongs to.
+    /// The scope that the lender's thread belongs to.
     scope: Option<Scope>,
     /// Counts offers, so that a helper accepts each once.
     number: u64,

@@ -1,4 +1,4 @@
-//! How fast a port carries frames, beside a bare tap, which is what QEMU's own
+//! The speed at which a port carries frames, beside a bare tap, which is what QEMU's own
 //! `-netdev tap` writes to. Needs root. Prints one line per measurement.
 
 use nix::sched::{CloneFlags, unshare};
@@ -108,7 +108,7 @@ fn bare_tap() {
     start.report("bare tap, out", FRAMES);
 }
 
-/// One write per frame, as QEMU does it.
+/// Sends with one write per frame, as QEMU does it.
 fn outbound(port: &Port, qemu: &OwnedFd) {
     let message = message();
     let start = Stopwatch::start();
@@ -168,7 +168,7 @@ fn release(port: &Port, qemu: &OwnedFd) {
     port.open_gate();
 }
 
-/// As many frames as the tap's queue takes, again and again.
+/// Sends as many frames as the tap's queue takes, again and again.
 fn inbound(port: &Port, qemu: OwnedFd) {
     let neighbour = Tap::open("neighbour", "br0", NEIGHBOUR).unwrap();
     let packet = packet(GUEST, NEIGHBOUR);

@@ -17,34 +17,34 @@ pub const DEFAULT_LIMIT_BYTES: usize = 64 << 20;
 /// costs no allocation and a release hands over whole batches.
 const BATCH_BYTES: usize = 256 * 1024;
 
-/// Emptied batches kept for reuse.
+/// The number of emptied batches that are kept for reuse.
 const SPARE_BATCHES: usize = 16;
 
-/// What is counted against the limit for each frame beside its bytes.
+/// The bytes that are counted against the limit for each frame beside its own.
 const FRAME_OVERHEAD_BYTES: usize = size_of::<u32>();
 
-/// What happens to the guest's output.
+/// The state of a gate: what happens to the guest's output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gate {
-    /// Protected: frames wait until their epoch is committed.
+    /// A protected guest's gate: frames wait until their epoch is committed.
     Hold,
     /// A backup follows, but output is not held: frames pass while the host has a permit,
     /// and else wait like held ones.
     Unheld,
-    /// This host is the sole owner: frames pass at once.
+    /// The sole owner's gate: frames pass at once.
     Open,
     /// Fenced: frames are dropped, for good.
     Shut,
 }
 
-/// What became of a pushed frame.
+/// The fate of a pushed frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pushed {
-    /// It may go out now.
+    /// The frame may go out now.
     Released,
-    /// It waits, the first of the current epoch: there is a reason to commit.
+    /// The frame waits, the first of the current epoch: there is a reason to commit.
     FirstHeld,
-    /// It waits beside others of its epoch.
+    /// The frame waits beside others of its epoch.
     Held,
     /// The buffer is full or shut.
     Dropped,
@@ -161,8 +161,8 @@ impl OutputBuffer {
         }
     }
 
-    /// This host is the sole owner: everything held may go out, and later frames
-    /// pass at once. A shut gate stays shut.
+    /// Opens the gate of a sole owner: everything held may go out, and later frames pass at once. A
+    /// shut gate stays shut.
     pub fn open(&mut self) {
         if self.gate == Gate::Shut {
             return;
@@ -204,7 +204,7 @@ impl OutputBuffer {
         }
     }
 
-    /// Everything that was taken back may go out, unless output is held.
+    /// Lets everything that was taken back go out, unless output is held.
     pub fn release_unheld(&mut self) {
         while self.gate == Gate::Unheld && !self.held.is_empty() {
             self.release_oldest();

@@ -1,4 +1,4 @@
-//! What the agent in QEMU tells a port, between the frames on a card's socket.
+//! The messages of the agent in QEMU to a port, between the frames on a card's socket.
 //!
 //! QEMU takes the socket for a tap. What it asks of a tap by `ioctl` the agent
 //! answers in its place, and passes on as a control message: in order with the
@@ -27,12 +27,12 @@ const KIND_OFFLOADS: u32 = 2;
 pub(crate) enum HeaderLength {
     /// 10 bytes: what QEMU begins with.
     Short,
-    /// As this crate has it.
+    /// The header as this crate has it.
     Full,
 }
 
 impl HeaderLength {
-    /// In bytes.
+    /// The length in bytes.
     pub fn bytes(self) -> usize {
         match self {
             HeaderLength::Short => HEADER_BYTES - 2,
@@ -44,7 +44,7 @@ impl HeaderLength {
 /// A control message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Control {
-    /// From the next frame on headers have this length.
+    /// Headers have this length from the next frame on.
     Header(HeaderLength),
     /// The guest's driver does this itself.
     Offloads(Offloads),

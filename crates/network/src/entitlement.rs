@@ -1,4 +1,4 @@
-//! Until when released frames may be written: a host that stood still may have
+//! The time until which released frames may be written: a host that stood still may have
 //! lost the VM meanwhile.
 
 use crate::buffer::Gate;
@@ -6,19 +6,19 @@ use crate::outbound::Outbound;
 use std::time::Instant;
 use understudy_protocol::STALL;
 
-/// Until when frames may be written.
+/// The time until which frames may be written.
 #[derive(Clone, Copy)]
 pub(crate) enum Entitlement {
-    /// For good: the sole owner needs no fresh word.
+    /// Frames may be written for good: the sole owner needs no fresh word.
     Forever,
-    /// For [`STALL`] after this, and after each frame in turn.
+    /// Frames may be written for [`STALL`] after this, and after each frame in turn.
     Fresh(Instant),
-    /// Until then.
+    /// Frames may be written until then.
     Until(Instant),
 }
 
 impl Entitlement {
-    /// What entitles the batch that is taken now; `before` entitled the one before it.
+    /// The entitlement of the batch that is taken now; `before` entitled the one before it.
     pub fn of(outbound: &Outbound, before: Option<Entitlement>) -> Entitlement {
         match (outbound.buffer.gate(), before) {
             (Gate::Hold, Some(Entitlement::Fresh(at))) => {

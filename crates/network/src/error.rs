@@ -1,8 +1,8 @@
-//! What can go wrong when a card is set up, in words for whoever has to mend it.
+//! Errors of a card's setup, in words for whoever has to mend it.
 
 use std::io;
 
-/// Why a card's tap, bridge or socket could not be set up.
+/// The reason why a card's tap, bridge or socket could not be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum NetworkError {
     /// The bridge of the card's definition is missing.
@@ -21,7 +21,7 @@ pub enum NetworkError {
         /// The bridge's name as configured.
         bridge: String,
     },
-    /// There is an interface of that name, but of another kind.
+    /// An interface of that name exists, but of another kind.
     #[error("interface {name} is no Linux bridge: name a bridge for the card")]
     NotABridge {
         /// The interface's name.
@@ -61,13 +61,13 @@ pub enum NetworkError {
     /// The process lacks CAP_NET_ADMIN.
     #[error("no permission to {action}: run the daemon as root or give it CAP_NET_ADMIN")]
     NotPermitted {
-        /// What was refused.
+        /// The action that was refused.
         action: String,
     },
-    /// Any other refusal of the kernel.
+    /// The kernel refused something else.
     #[error("cannot {action}: {source}")]
     System {
-        /// What was refused.
+        /// The action that was refused.
         action: String,
         /// The kernel's reason.
         source: io::Error,

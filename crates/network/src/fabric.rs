@@ -14,11 +14,11 @@ use std::sync::Weak;
 /// Bytes that may wait for one card; over it frames are lost, as on any switch.
 pub(crate) const QUEUE_BYTES: usize = 8 << 20;
 
-/// In the first byte of a header, where virtio has its flags: behind it is a message of a
+/// Bit in the first byte of a header, where virtio has its flags: behind it is a message of a
 /// [`Fabric`]. No guest's frame has it: [`without_mark`].
 const MARK: u8 = 0x80;
 
-/// Whoever carries frames between the members of a cluster, as one card of a member sees it.
+/// A carrier of frames between the members of a cluster, as one card of a member sees it.
 /// Called on the port's thread and others, with its locks held: it must not wait, nor call the port.
 pub trait Fabric: Send + Sync {
     /// The guest sends a frame. Gives `keep` the messages that are to be carried once the

@@ -3,7 +3,7 @@
 /// Frames in their order, each with the header of [`crate::header`] before it.
 #[derive(Debug, Default)]
 pub struct Frames {
-    /// Longer than what is in use once memory is used again.
+    /// Bytes of the frames; longer than what is in use once memory is used again.
     bytes: Vec<u8>,
     ends: Vec<u32>,
 }
@@ -20,7 +20,7 @@ impl Frames {
         &self.bytes[start as usize..self.ends[n] as usize]
     }
 
-    /// How many frames there are.
+    /// The number of frames.
     pub fn len(&self) -> usize {
         self.ends.len()
     }
@@ -91,7 +91,7 @@ impl Moving {
         self.sent = 0;
     }
 
-    /// What is not yet in the socket.
+    /// The frames that are not yet in the socket.
     pub fn left(&self) -> impl Iterator<Item = &[u8]> {
         self.frames.iter().skip(self.sent)
     }

@@ -1,4 +1,4 @@
-//! What goes before each frame: virtio's network header, which says what is left
+//! The header that goes before each frame: virtio's network header, which says what is left
 //! to do about the frame (`struct virtio_net_hdr_mrg_rxbuf` of
 //! `<linux/virtio_net.h>`, little-endian). Whoever carries the frame may pass
 //! that work on to whoever takes it, as far as that one has agreed to.
@@ -26,18 +26,18 @@ const SEGMENT_ECN: u8 = 0x80;
 pub struct Offloads(u32);
 
 impl Offloads {
-    /// None: frames come finished, 1514 bytes at most.
+    /// No offloads: frames come finished, 1514 bytes at most.
     pub const NONE: Offloads = Offloads(0);
     /// Checksums.
     pub const SUMS: Offloads = Offloads(0x01);
-    /// Long TCP segments over IPv4, IPv6, and such with congestion marks.
+    /// Offload of long TCP segments over IPv4, IPv6, and such with congestion marks.
     pub const TCP4: Offloads = Offloads(0x02);
     /// See [`TCP4`](Self::TCP4).
     pub const TCP6: Offloads = Offloads(0x04);
     /// See [`TCP4`](Self::TCP4).
     pub const TCP_ECN: Offloads = Offloads(0x08);
 
-    /// From the kernel's bits; none if there is one that cards do not offer. Of
+    /// Reads the kernel's bits; none if there is one that cards do not offer. Of
     /// UDP no long frames are taken: they might be for many, and not all members
     /// of a group may want them long.
     pub fn from_bits(bits: u32) -> Option<Offloads> {
@@ -49,7 +49,7 @@ impl Offloads {
         self.0
     }
 
-    /// Both of these.
+    /// The offloads of both.
     pub fn and(self, other: Offloads) -> Offloads {
         Offloads(self.0 | other.0)
     }
@@ -110,8 +110,8 @@ impl Header {
         })
     }
 
-    /// What a long frame asks of its taker; none if it is not long, and none
-    /// within if nobody has agreed to such.
+    /// The offload that a long frame asks of its taker; none if it is not long, and none within if
+    /// nobody has agreed to such.
     fn needed(&self) -> Option<Option<Offloads>> {
         let marks =
             if self.segments & SEGMENT_ECN == 0 { Offloads::NONE } else { Offloads::TCP_ECN };

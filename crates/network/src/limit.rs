@@ -16,7 +16,7 @@ pub fn boot_time() -> Time {
     }
 }
 
-/// Until when output may leave; for good if none.
+/// The time until which output may leave; for good if none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Limit(pub Option<Time>);
 

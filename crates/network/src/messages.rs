@@ -37,13 +37,13 @@ pub(crate) fn is_taken(connection: &OwnedFd) -> bool {
 pub(crate) enum Message<'a> {
     /// A frame with its header.
     Frame(&'a [u8]),
-    /// More than a frame can be.
+    /// A message longer than a frame can be.
     TooLong,
-    /// Not even a header.
+    /// A message that is not even a header.
     Short,
-    /// From the agent.
+    /// A message from the agent.
     Control(&'a [u8]),
-    /// There is nobody at the other end.
+    /// The end: nobody is at the other one.
     End,
 }
 
@@ -56,7 +56,7 @@ enum Kind {
     End,
 }
 
-/// Where messages are read to.
+/// The buffers that messages are read to.
 pub(crate) struct Inbox {
     slots: Box<[u8]>,
     arrived: Vec<(Kind, usize)>,
@@ -127,7 +127,7 @@ impl Inbox {
         Ok(count)
     }
 
-    /// With a short header, a message's bytes do not lie in one piece.
+    /// Closes the gaps that a short header leaves in a message's bytes.
     fn close_gaps(&mut self) {
         let gap = HEADER_BYTES - HeaderLength::Short.bytes();
         for ((kind, length), slot) in
@@ -227,7 +227,7 @@ fn part(bytes: &mut [u8]) -> libc::iovec {
     libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() }
 }
 
-/// For the kernel to read from only.
+/// A part that the kernel only reads from.
 fn read_part(bytes: &[u8]) -> libc::iovec {
     libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() }
 }

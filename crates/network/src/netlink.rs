@@ -15,7 +15,7 @@ use std::path::Path;
 use std::{fs, io};
 use tracing::{info, warn};
 
-/// Where the kernel tells about interfaces what rtnetlink does not.
+/// The directory where the kernel tells about interfaces what rtnetlink does not.
 const INTERFACES: &str = "/sys/class/net";
 
 /// An address that somebody has chosen (`NET_ADDR_SET`), in `addr_assign_type`.

@@ -20,7 +20,7 @@ pub struct NextGuest {
     thread: Option<JoinHandle<FrameFormat>>,
 }
 
-/// What the agent has said of the card.
+/// The format of frames that the agent has told for the card.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FrameFormat {
     pub header: HeaderLength,
@@ -59,7 +59,7 @@ impl Drop for NextGuest {
     }
 }
 
-/// Until QEMU has ended, or somebody else listens; what was said before is taken in.
+/// Listens until QEMU has ended, or somebody else listens; what was said before is taken in.
 fn listen(socket: &OwnedFd, over: &EventFd) -> FrameFormat {
     let mut format = FrameFormat { header: HeaderLength::Short, offloads: Offloads::NONE };
     let mut inbox = Inbox::new();

@@ -1,4 +1,4 @@
-//! What the agent has said of a card, written down where it outlives this process: a file in
+//! A note of what the agent has said of a card, written where it outlives this process: a file in
 //! memory, of which another process has a descriptor.
 
 use crate::control::HeaderLength;
@@ -29,12 +29,12 @@ impl CardNote {
         CardNote(file.into())
     }
 
-    /// For another process.
+    /// Duplicates it for another process.
     pub fn duplicate(&self) -> io::Result<OwnedFd> {
         Ok(self.0.try_clone()?.into())
     }
 
-    /// To be called before the agent is answered.
+    /// Writes it down, before the agent is answered.
     pub fn write(&self, format: FrameFormat) {
         let full = u32::from(format.header == HeaderLength::Full);
         let bytes = (u64::from(full) << 32 | u64::from(format.offloads.bits())).to_le_bytes();

@@ -16,11 +16,11 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Called with a copy of each frame from the bridge that QEMU was given, its header
+/// Callback, called with a copy of each frame from the bridge that QEMU was given, its header
 /// before it. Runs on the port's thread: it must not wait.
 pub type InboundSink = Arc<dyn Fn(&[u8]) + Send + Sync>;
 
-/// Where frames to the guest go, and what is known of where they come from.
+/// The way of frames to the guest, and what is known of where they come from.
 #[derive(Clone)]
 pub(crate) struct Inbound {
     pub connection: Arc<OwnedFd>,
@@ -41,11 +41,11 @@ impl Inbound {
 /// The socket and what came out of it.
 pub(crate) struct Outbound {
     connection: Option<Arc<OwnedFd>>,
-    /// As QEMU has it.
+    /// The header's length in QEMU.
     header: HeaderLength,
     /// The agent waits to hear that the header's length is known.
     answer_due: bool,
-    /// What was said of the card, for a daemon that goes on when this one has died.
+    /// Note of what was said of the card, for a daemon that goes on when this one has died.
     note: CardNote,
     inbox: Inbox,
     pub buffer: OutputBuffer,
@@ -55,33 +55,33 @@ pub(crate) struct Outbound {
     pub fabric: Option<Arc<dyn Fabric>>,
     /// Receiver of copies of inbound frames.
     pub sink: Option<InboundSink>,
-    /// Why the last connection ended.
+    /// The reason why the last connection ended.
     pub ended: Option<String>,
-    /// When it was known for the last time that output may go.
+    /// Time at which it was known last that output may go.
     pub entitled: Instant,
-    /// Until when output may go that is not held.
+    /// Time until which output may go that is not held.
     pub permitted_until: Instant,
-    /// Until when anything may go.
+    /// Time until which anything may go.
     pub limit: Limit,
     /// Frames that were longer than any can be.
     pub too_long: u64,
     /// Bytes of the guest's frames, headers of ours included.
     pub bytes_sent: u64,
-    /// When the first frame that waits of the newest epoch with any began to.
+    /// Time since which the first waiting frame of the newest epoch with any has waited.
     waits_since: Option<Instant>,
 }
 
-/// What one reading of QEMU's socket brought.
+/// The result of one reading of QEMU's socket.
 #[derive(Default)]
 pub(crate) struct Received {
-    /// Something was read. Only a reading that finds nothing proves, while the
+    /// Whether something was read. Only a reading that finds nothing proves, while the
     /// guest is paused, that the socket is empty.
     pub any: bool,
-    /// As much as can be was read, so more is likely to wait.
+    /// Whether as much as can be was read, so that more is likely to wait.
     pub full: bool,
     /// The first frame of an epoch began to wait.
     pub first_held: bool,
-    /// What the pump goes by is not what it was.
+    /// Whether what the pump goes by has changed.
     pub changed: bool,
 }
 
@@ -115,7 +115,7 @@ impl Outbound {
         self.ended = None;
     }
 
-    /// It has said this of its card already.
+    /// Takes over what QEMU has said of its card already.
     pub fn resume(&mut self, format: FrameFormat, tap: &Tap) {
         self.header = format.header;
         set_offloads(tap, format.offloads);
@@ -156,7 +156,7 @@ impl Outbound {
         self.resume(format, tap);
     }
 
-    /// What [`Outbound::adopt`] takes; none without a QEMU.
+    /// The descriptors that [`Outbound::adopt`] takes; none without a QEMU.
     pub fn duplicate(&self) -> io::Result<Option<[OwnedFd; 2]>> {
         let duplicate =
             |connection: &Arc<OwnedFd>| Ok([connection.try_clone()?, self.note.duplicate()?]);
@@ -178,7 +178,7 @@ impl Outbound {
         self.header
     }
 
-    /// How frames get to QEMU, and whether the agent must be answered before the
+    /// The way of frames to QEMU, and whether the agent must be answered before the
     /// next one.
     pub fn inbound(&mut self) -> (Option<Inbound>, bool) {
         let inbound = self.connection.clone().map(|connection| Inbound {
@@ -266,7 +266,7 @@ impl Outbound {
         self.buffer.take_back(batch, written);
     }
 
-    /// Since when output of the epoch that runs waits, if any does.
+    /// The time since which output of the epoch that runs waits, if any does.
     pub fn waits_since(&self) -> Option<Instant> {
         self.waits_since.filter(|_| self.buffer.holds_current())
     }
@@ -301,7 +301,7 @@ fn push(
     first_held
 }
 
-/// Without them the guest gets finished frames, which it takes as well.
+/// Sets them if it can: without them the guest gets finished frames, which it takes as well.
 fn set_offloads(tap: &Tap, offloads: Offloads) {
     match tap.set_offloads(offloads) {
         Ok(()) => tracing::debug!(tap = tap.name(), bits = offloads.bits(), "offloads"),

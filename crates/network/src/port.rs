@@ -37,10 +37,10 @@ const INBOUND_BUFFER_BYTES: usize = 4 << 20;
 /// purges its queues.
 const OUTBOUND_BUFFER_BYTES: usize = 32 << 20;
 
-/// What a port needs to know of its card.
+/// The configuration of a port's card.
 #[derive(Clone, Debug)]
 pub struct PortConfig {
-    /// Which card of the VM this is.
+    /// Index of the card in the VM.
     pub card: CardIndex,
     /// The guest's address on this card.
     pub mac: MacAddress,
@@ -53,7 +53,7 @@ pub struct PortConfig {
     /// Whether the VM runs here. A standby takes no inbound frames and holds
     /// all output until told otherwise.
     pub live: bool,
-    /// Most bytes that the output buffer holds;
+    /// The most bytes that the output buffer holds;
     /// [`DEFAULT_LIMIT_BYTES`](crate::DEFAULT_LIMIT_BYTES) is usual.
     pub output_limit_bytes: usize,
 }
@@ -211,8 +211,8 @@ impl Port {
         }
     }
 
-    /// After [`hold_inbound`](Self::hold_inbound), when the guest goes on in the QEMU that was
-    /// attached: inbound frames are delivered again.
+    /// Delivers inbound frames again, after [`hold_inbound`](Self::hold_inbound), when the guest
+    /// goes on in the QEMU that was attached.
     pub fn resume_inbound(&self) {
         self.shared.live.store(true, Ordering::Release);
         self.shared.wake();
@@ -248,7 +248,7 @@ impl Port {
         netlink::see_to(self.tap_name(), &self.bridge, self.mac.for_tap(), &self.vlans)
     }
 
-    /// Which card of the VM this is.
+    /// The index of the card in the VM.
     pub fn card(&self) -> CardIndex {
         self.card
     }
@@ -279,8 +279,8 @@ impl Port {
         self.shared.wake();
     }
 
-    /// From now on the fabric, if any, carries frames between this card and those of other
-    /// members of its cluster, whatever the gate does; until the port is shut.
+    /// Sets the fabric, if any, that from now on carries frames between this card and those of
+    /// other members of its cluster, whatever the gate does; until the port is shut.
     pub fn set_fabric(&self, fabric: Option<Arc<dyn Fabric>>) {
         self.shared.outbound().fabric = fabric;
         // The thread must know before an echo comes.
@@ -310,8 +310,8 @@ impl Port {
         self.shared.flush();
     }
 
-    /// What this card was given and its guest, which stands still until that is read, has not
-    /// taken. `end` is the socket's other end.
+    /// The frames that this card was given and its guest, which stands still until that is read,
+    /// has not taken. `end` is the socket's other end.
     pub fn unread(&self, end: GuestsEnd) -> Unread {
         Unread::new(self.shared.clone(), end)
     }
@@ -326,7 +326,7 @@ impl Port {
         self.shared.outbound().connection().is_some()
     }
 
-    /// Why the last connection ended, if there is none.
+    /// The reason why the last connection ended, if there is none.
     pub fn disconnect_reason(&self) -> Option<String> {
         self.shared.outbound().ended.clone()
     }
@@ -356,7 +356,7 @@ impl Port {
         }
     }
 
-    /// From now on `sink`, if any, gets a copy of each inbound frame from the bridge.
+    /// Has `sink`, if any, get from now on a copy of each inbound frame from the bridge.
     pub fn forward_inbound(&self, sink: Option<InboundSink>) {
         self.shared.outbound().sink = sink;
         self.shared.wake();
@@ -388,7 +388,7 @@ impl Port {
         self.shared.outbound().buffer.held_frames()
     }
 
-    /// Since when a frame of the epoch that runs has waited for its commit, if any does.
+    /// The time since which a frame of the epoch that runs has waited for its commit, if any does.
     pub fn waits_since(&self) -> Option<Instant> {
         self.shared.outbound().waits_since()
     }
@@ -398,12 +398,12 @@ impl Port {
         self.shared.outbound().buffer.holds_current()
     }
 
-    /// What the gate does with output.
+    /// The state of the gate.
     pub fn gate(&self) -> Gate {
         self.shared.outbound().buffer.gate()
     }
 
-    /// What the card has carried.
+    /// The counters of what the card has carried.
     pub fn counters(&self) -> PortCounters {
         self.shared.counters()
     }

@@ -17,13 +17,14 @@ use std::sync::Arc;
 const INBOUND_BYTES: usize = 256 * 1024;
 const INBOUND_FRAMES: usize = 64;
 
-/// Full readings of what the guest sends before the other way has its turn: as many frames.
+/// The number of full readings of what the guest sends before the other way has its turn: as many
+/// frames.
 const READINGS: usize = INBOUND_FRAMES / READ_AT_ONCE;
 
 /// A card's frames on their way, and what the thread alone knows of that.
 pub(crate) struct Pump {
     shared: Arc<Shared>,
-    /// How frames get to QEMU, while there is one.
+    /// The way of frames to QEMU, while there is one.
     inbound: Option<Inbound>,
     /// The agent waits to hear that the header's length is known.
     answer_due: bool,
@@ -35,13 +36,13 @@ pub(crate) struct Pump {
     is_tap_gone: bool,
 }
 
-/// What can go on.
+/// The directions in which the pump can go on.
 struct Ready {
     /// The guest has sent something, or QEMU has ended.
     output: bool,
     /// QEMU has read something.
     room: bool,
-    /// There are frames in the tap.
+    /// Whether frames are in the tap.
     bridge: bool,
 }
 
@@ -57,7 +58,7 @@ impl Pump {
         }
     }
 
-    /// Until the port is dropped.
+    /// Runs until the port is dropped.
     pub fn run(mut self) {
         while !self.shared.is_stopping() {
             let ready = self.wait();
@@ -141,7 +142,7 @@ impl Pump {
         self.inbound = inbound;
     }
 
-    /// What is on its way to QEMU never gets there.
+    /// Drops what is on its way to QEMU, which never gets there.
     fn forget(&mut self) {
         self.shared.moving().clear();
         if let Some(to) = &self.inbound {
@@ -228,7 +229,7 @@ fn give_inside(shared: &Shared, is_live: bool, to: &Inbound) -> nix::Result<()> 
     Ok(())
 }
 
-/// Whoever wants a copy of what came over the bridge gets it.
+/// Gives a copy of what came over the bridge to whoever wants it.
 fn tell(frames: &Frames, to: &Inbound) {
     if let Some(sink) = &to.sink {
         frames.iter().for_each(|frame| sink(frame));

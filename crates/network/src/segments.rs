@@ -1,4 +1,4 @@
-//! Long TCP segments cut up, as a kernel does it for a card that takes none.
+//! The cutting of long TCP segments, as a kernel does it for a card that takes none.
 
 use crate::header::{HEADER_BYTES, MAX_FRAME_BYTES, ethernet};
 
@@ -10,7 +10,7 @@ const TCP: u8 = 6;
 const FIN_AND_PUSH: u8 = 0x09;
 const CWR: u8 = 0x80;
 
-/// Where the parts of a TCP segment begin in its frame.
+/// The offsets at which the parts of a TCP segment begin in its frame.
 struct Layout {
     ip: usize,
     tcp: usize,

@@ -1,4 +1,5 @@
-//! What a port's thread shares with its owner, and with whoever else sends through the port.
+//! The state that a port's thread shares with its owner, and with whoever else sends through the
+//! port.
 //!
 //! Locks, in the order in which they are taken: `tap_order` (who writes to the
 //! tap, so that frames leave in the order of release), then `outbound` (socket
@@ -19,11 +20,11 @@ use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 use understudy_threads::{Mutex, MutexGuard};
 
-/// Called when the first frame of an epoch begins to wait: a checkpoint now
+/// Callback, called when the first frame of an epoch begins to wait: a checkpoint now
 /// would shorten its wait. Runs on a port's thread, without locks held: it must not wait.
 pub type OutputWaiting = Arc<dyn Fn() + Send + Sync>;
 
-/// What a card has carried since it was opened.
+/// The counters of what a card has carried since it was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PortCounters {
     /// Frames from the guest that were given to the bridge.
@@ -35,7 +36,7 @@ pub struct PortCounters {
     pub frames_in: u64,
     /// Their bytes, without headers of ours.
     pub bytes_in: u64,
-    /// Those of them that came past the bridge.
+    /// Frames among them that came past the bridge.
     pub frames_inside: u64,
     /// Frames from other members dropped because too many waited.
     pub dropped_inside: u64,
@@ -45,23 +46,23 @@ pub struct PortCounters {
     pub dropped_by_tap: u64,
 }
 
-/// What a port's thread and its owner share.
+/// The state that a port's thread and its owner share.
 pub(crate) struct Shared {
     pub tap: Tap,
     pub outbound: Mutex<Outbound>,
     pub tap_order: Mutex<()>,
     /// Frames from other members of the group.
     inside: Mutex<Inside>,
-    /// Those of them that go to QEMU just now. Whoever takes a snapshot must see each frame in
+    /// Frames among them that go to QEMU just now. Whoever takes a snapshot must see each frame in
     /// exactly one place: here, in `inside`, or in QEMU's socket.
     moving: Mutex<Moving>,
     pub output_waiting: OutputWaiting,
     /// Whether inbound frames are delivered; a standby takes none.
     pub live: AtomicBool,
     pub stop: AtomicBool,
-    /// What the thread knows of `outbound` is out of date.
+    /// Whether what the thread knows of `outbound` is out of date.
     changed: AtomicBool,
-    /// There is something else for the thread to see to than frames that come and go.
+    /// Event that the thread has something else to see to than frames that come and go.
     wake: EventFd,
     counters: Counters,
 }

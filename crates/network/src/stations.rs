@@ -7,7 +7,7 @@ use crate::mac::MacAddress;
 use std::time::Duration;
 use understudy_protocol::{CardIndex, Time};
 
-/// So many of a card are remembered, those that sent last.
+/// The number of stations of a card that are remembered, those that sent last.
 pub const MOST_STATIONS: usize = 64;
 /// A switch has forgotten an address that was silent for so long (IEEE 802.1D's default), and floods.
 const REMEMBERED: Duration = Duration::from_secs(300);
@@ -40,7 +40,7 @@ impl Station {
         self.card
     }
 
-    /// What announces it.
+    /// The frame that announces it.
     pub(crate) fn announcement(&self) -> Vec<u8> {
         let frame = announcement(self.mac).to_vec();
         match self.vlan {
@@ -50,7 +50,7 @@ impl Station {
     }
 }
 
-/// Those of a guest that have sent of late.
+/// The stations of a guest that have sent of late.
 #[derive(Clone, Debug)]
 pub struct Stations {
     /// The cards' own addresses, which are announced anyway.
@@ -59,7 +59,7 @@ pub struct Stations {
 }
 
 impl Stations {
-    /// None yet, of a guest whose cards have these addresses.
+    /// No stations yet, of a guest whose cards have these addresses.
     pub fn new(own: Vec<MacAddress>) -> Stations {
         Stations { own, seen: Vec::new() }
     }
@@ -93,7 +93,7 @@ impl Stations {
         }
     }
 
-    /// Those that are to be announced.
+    /// The stations that are to be announced.
     pub fn get(&self, now: Time) -> Vec<Station> {
         let fresh = self.seen.iter().filter(|(_, last)| now - *last <= REMEMBERED);
         fresh.map(|(station, _)| *station).collect()
@@ -139,7 +139,8 @@ mod tests {
         assert_eq!(frames.len(), 2);
     }
 
-    /// It was announced by the take-over, and the switches sent its frames to a guest that did not want them.
+    /// The address was announced by the take-over, and the switches sent its frames to a guest that
+    /// did not want them.
     #[test]
     fn an_address_that_sends_from_elsewhere_is_behind_the_card_no_more() {
         let mut stations = Stations::new(vec![OWN]);

@@ -28,14 +28,14 @@ struct Card {
     port: Weak<Shared>,
 }
 
-/// Where a frame that a member sends goes.
+/// The way that a frame goes that a member sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Route {
-    /// Out of the group: it waits for its commit.
+    /// The frame goes out of the group: it waits for its commit.
     Outside,
-    /// To this card, now, and nowhere else.
+    /// The frame goes to this card, now, and nowhere else.
     Inside(usize),
-    /// To every other card now, and outside when it is committed.
+    /// The frame goes to every other card now, and outside when it is committed.
     Both,
 }
 

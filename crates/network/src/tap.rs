@@ -16,11 +16,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// More than a tap queues (1000 frames), so that discarding it ends even while
+/// The most frames that are discarded, more than a tap queues (1000), so that this ends even while
 /// new frames arrive.
 const DISCARD_AT_MOST: usize = 2000;
 
-/// How long a tap that was dropped may still be there, on a busy host.
+/// Time for which a tap that was dropped may still be there, on a busy host.
 const VANISHES_WITHIN: Duration = Duration::from_secs(1);
 const LOOK_AGAIN: Duration = Duration::from_millis(2);
 
@@ -116,7 +116,7 @@ impl Tap {
         Ok(())
     }
 
-    /// What the guest's driver does itself.
+    /// The offloads that the guest's driver does itself.
     pub fn offloads(&self) -> Offloads {
         Offloads::from_bits(self.offloads.load(Ordering::Acquire)).unwrap_or_default()
     }

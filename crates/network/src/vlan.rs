@@ -12,7 +12,7 @@ pub const LAST_VLAN: u16 = 4094;
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct VlanSet(Vec<(u16, u16)>);
 
-/// Not a list of VLANs.
+/// A text that is no list of VLANs.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0:?} is no list of VLANs; allowed are numbers from {FIRST_VLAN} to {LAST_VLAN} and ranges of \
@@ -20,7 +20,7 @@ pub struct VlanSet(Vec<(u16, u16)>);
 )]
 pub struct VlanSetError(String);
 
-/// What a card's port at the bridge carries.
+/// The VLANs that a card's port at the bridge carries.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Vlans {
     /// The VLAN of frames without a tag: the guest knows nothing of it.
@@ -35,7 +35,7 @@ impl VlanSet {
         &self.0
     }
 
-    /// Each of them.
+    /// The numbers of all of them.
     pub fn ids(&self) -> impl Iterator<Item = u16> + '_ {
         self.0.iter().flat_map(|&(first, last)| first..=last)
     }

@@ -111,7 +111,7 @@ fn what_qemu_wrote_before_it_ended_still_leaves() {
     });
 }
 
-/// More than the socket takes at once: QEMU waits, and nothing is lost.
+/// A burst of more than the socket takes at once: QEMU waits, and nothing is lost.
 #[test]
 fn a_burst_is_held_whole() {
     in_namespace(|| {

@@ -100,7 +100,7 @@ fn a_guest_that_floods_still_receives() {
     });
 }
 
-/// What waits for room has the new header, and is not lost.
+/// The frames that wait for room have the new header, and are not lost.
 #[test]
 fn the_header_changes_while_frames_wait_for_room() {
     in_namespace(|| {

@@ -97,7 +97,7 @@ fn an_open_gate_leaves_the_group_and_a_shut_one_is_silent() {
     });
 }
 
-/// What a member cannot take goes out, where the kernel cuts it up, and comes back.
+/// A frame that a member cannot take goes out, where the kernel cuts it up, and comes back.
 #[test]
 fn a_long_segment_goes_the_way_that_its_taker_can_take() {
     in_namespace(|| {

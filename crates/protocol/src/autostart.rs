@@ -1,12 +1,12 @@
-//! What a host does with a VM that is to come up with it, from what all hosts know.
+//! The decision about a VM that is to come up with its host, from what all hosts know.
 
 use crate::HostName;
 use crate::validity::Finding;
 
-/// What is known of a VM that this host does not run.
+/// The knowledge about a VM that this host does not run.
 #[derive(Clone, Debug)]
 pub struct Knowledge {
-    /// Whose images are valid.
+    /// The finding about whose images are valid.
     pub finding: Finding,
     /// A host that runs it.
     pub runner: Option<HostName>,
@@ -14,14 +14,14 @@ pub struct Knowledge {
     pub busy: Option<(HostName, String)>,
 }
 
-/// What to do.
+/// The decision what to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Autostart {
     /// Start it on this host's images.
     Start,
-    /// Nothing any more: it is another host's, for this reason.
+    /// Leave it for good: it is another host's, for this reason.
     Leave(String),
-    /// Nothing yet, for this reason.
+    /// Wait, for this reason.
     Wait(String),
 }
 

@@ -8,13 +8,13 @@ use crate::output::LEASE_IS_OVER;
 use crate::{Detector, Epoch, Generation, Output, Ownership, Time, Verdict};
 use std::time::Duration;
 
-/// How long to wait before an unreachable arbiter is asked again.
+/// Time to wait before an unreachable arbiter is asked again.
 const ARBITER_RETRY: Duration = Duration::from_millis(200);
 
 /// A winner whose disks hang has so long to start the guest, if the former primary keeps its own.
 const START_PATIENCE: Duration = Duration::from_secs(5);
 
-/// What happens to the backup.
+/// An event that happens to the backup.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BackupEvent {
     /// The whole of this epoch is staged and its checksum is right.
@@ -27,7 +27,7 @@ pub enum BackupEvent {
     TakeOver,
     /// The primary ends protection.
     StandDown,
-    /// Why this copy could not be started just now; none if it could.
+    /// The reason why this copy could not be started just now; none if it could.
     Fitness(Option<String>),
     /// This copy cannot be started any more.
     CannotServe(String),
@@ -46,7 +46,7 @@ pub enum BackupEvent {
     OwnedElsewhere(Ownership),
 }
 
-/// What the backup must do, in this order.
+/// An action that the backup must take, in this order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BackupAction {
     /// Apply this staged epoch; its acknowledgement goes out first.
@@ -64,7 +64,7 @@ pub enum BackupAction {
         generation: Generation,
         /// The last committed epoch.
         epoch: Epoch,
-        /// Why, for people.
+        /// The reason, for people.
         reason: String,
     },
     /// Forget the VM: it lives, or ends, without this copy, for this reason.
@@ -73,7 +73,7 @@ pub enum BackupAction {
     StandDown,
 }
 
-/// Where the backup stands.
+/// The phase in which the backup is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BackupPhase {
     /// First synchronisation: nothing to take over with.
@@ -103,11 +103,11 @@ pub struct Backup {
     output: Output,
     /// The primary may let output go until then.
     leased_until: Time,
-    /// When the VM was won.
+    /// Time at which the VM was won.
     won: Time,
     /// The guest runs, or may.
     starts: bool,
-    /// It could not be started just now.
+    /// Whether it could not be started just now.
     unfit: bool,
     /// Why what was won cannot be started at all.
     useless: Option<String>,
@@ -143,7 +143,7 @@ impl Backup {
         self.output
     }
 
-    /// Where the backup stands.
+    /// The phase in which the backup is.
     pub fn phase(&self) -> &BackupPhase {
         &self.phase
     }

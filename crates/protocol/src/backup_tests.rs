@@ -187,7 +187,8 @@ fn a_winner_that_hangs_hands_the_vm_back_to_whoever_keeps_it() {
     assert_eq!(actions, []);
 }
 
-/// Before, nobody had the VM: its former primary had lost it, and kept it for a host that did not know.
+/// The VM was once nobody's: its former primary had lost it, and kept it for a host that did not
+/// know.
 #[test]
 fn a_grant_that_was_not_heard_of_is_returned_by_a_copy_that_cannot_be_started() {
     let mut backup = Backup::new(Generation(1), Duration::from_millis(100), at(0));

@@ -13,29 +13,29 @@ use std::time::Duration;
 /// The usual bound.
 pub const EPOCH_BOUND: Duration = Duration::from_secs(1);
 
-/// Fewer bytes are no movement: a link that carries no more in the bound carries no VM.
+/// The fewest bytes that are movement: a link that carries no more in the bound carries no VM.
 const LEAST_BYTES: u64 = 16 << 10;
 
-/// However much moves, an epoch that takes so many bounds is given up.
+/// The number of bounds after which an epoch is given up, however much moves.
 const MOST_BOUNDS: u32 = 30;
 
-/// Before the first epoch, which is that of the first synchronisation, nobody is protected: behind
-/// it lies all that is still on its way of memory and disks.
+/// The number of bounds for the first epoch, that of the first synchronisation, before which nobody
+/// is protected: behind it lies all that is still on its way of memory and disks.
 const FIRST_BOUNDS: u32 = 10;
 
-/// What has got to the backup since protection began.
+/// The measure of what has got to the backup since protection began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Headway {
     /// Bytes that have arrived at its host, of whatever.
     pub bytes: u64,
     /// The last epoch of which all has arrived there, as far as that is known.
     pub whole: Epoch,
-    /// How far it has come with what it has: a count of its own, which only grows.
+    /// Progress that it has made with what it has: a count of its own, which only grows.
     pub done: u64,
 }
 
 impl Headway {
-    /// That of two whose epochs are wholly there when both have them.
+    /// The headway of two whose epochs are wholly there when both have them.
     pub fn beside(self, other: Headway) -> Headway {
         Headway {
             bytes: self.bytes + other.bytes,
@@ -48,9 +48,9 @@ impl Headway {
 /// An epoch that is past its deadline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Late {
-    /// How long the epoch has been on its way.
+    /// Time for which the epoch has been on its way.
     pub age: Duration,
-    /// For how long nothing has moved.
+    /// Time for which nothing has moved.
     pub quiet: Duration,
 }
 
@@ -58,17 +58,18 @@ pub struct Late {
 #[derive(Clone, Debug)]
 pub struct Delivery {
     bound: Duration,
-    /// When they were captured, oldest first. Time in which this host stood still is not counted.
+    /// Times at which they were captured, oldest first. Time in which this host stood still is not
+    /// counted.
     captured: VecDeque<Time>,
     headway: Headway,
-    /// When that last moved.
+    /// Time at which that moved last.
     moved: Time,
     /// An epoch has been acknowledged.
     begun: bool,
 }
 
 impl Delivery {
-    /// One that gives an epoch so long without any movement.
+    /// A delivery that gives an epoch so long without any movement.
     pub fn new(bound: Duration, now: Time) -> Delivery {
         let (captured, headway) = (VecDeque::new(), Headway::default());
         Delivery { bound, captured, headway, moved: now, begun: false }
@@ -79,14 +80,14 @@ impl Delivery {
         self.captured.push_back(now);
     }
 
-    /// So many epochs are on the backup.
+    /// Notes that so many epochs are on the backup.
     pub fn acknowledged(&mut self, epochs: usize) {
         self.captured.drain(..epochs.min(self.captured.len()));
         self.begun = true;
     }
 
-    /// So much has got there, while `oldest` is the oldest epoch that is not acknowledged. Once all of
-    /// that is there no more bytes tell of it: they are of later ones.
+    /// Notes that so much has got there, while `oldest` is the oldest epoch that is not
+    /// acknowledged. Once all of that is there no more bytes tell of it: they are of later ones.
     pub fn headway(&mut self, now: Time, headway: Headway, oldest: Epoch) {
         let bytes = headway.bytes.saturating_sub(self.headway.bytes);
         let travels = headway.whole < oldest || planted!(LaterBytesCount);
@@ -97,7 +98,7 @@ impl Delivery {
         }
     }
 
-    /// This host stood still for so long, which is not the backup's fault.
+    /// Notes that this host stood still for so long, which is not the backup's fault.
     pub fn stood_still(&mut self, span: Duration) {
         self.captured.iter_mut().for_each(|at| *at = *at + span);
         self.moved = self.moved + span;
@@ -117,13 +118,14 @@ impl Delivery {
         self.captured.front().is_some_and(is_quiet)
     }
 
-    /// How long the oldest epoch has been on its way, if that is longer than the bound, whatever moves.
+    /// The time for which the oldest epoch has been on its way, if that is longer than the bound,
+    /// whatever moves.
     pub fn overdue(&self, now: Time) -> Option<Duration> {
         let age = now - *self.captured.front()?;
         (self.begun && age > self.bound).then_some(age)
     }
 
-    /// When the oldest epoch will be past its deadline, if nothing moves.
+    /// The time at which the oldest epoch will be past its deadline, if nothing moves.
     pub fn deadline(&self) -> Option<Time> {
         let oldest = *self.captured.front()?;
         let bound = self.patience();
@@ -147,10 +149,10 @@ mod tests {
         Headway { bytes, ..Headway::default() }
     }
 
-    /// Behind the first one.
+    /// An epoch behind the first one.
     const OLDEST: Epoch = Epoch(2);
 
-    /// Beyond the first epoch, with nothing on its way.
+    /// A delivery beyond the first epoch, with nothing on its way.
     fn begun() -> Delivery {
         let mut delivery = Delivery::new(EPOCH_BOUND, at(0));
         delivery.captured(at(0));
@@ -224,7 +226,7 @@ mod tests {
         assert!(delivery.late(at(1_801)).is_some(), "it says the same again");
     }
 
-    /// Before, whatever a guest wrote behind its epoch was taken for headway of that, for 30 s.
+    /// Bytes that a guest wrote behind its epoch were once taken for headway of that, for 30 s.
     #[test]
     fn bytes_behind_an_epoch_that_is_there_say_nothing_of_it() {
         let mut delivery = begun();

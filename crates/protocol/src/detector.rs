@@ -12,7 +12,7 @@ pub const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(20);
 /// The time-out is at least this many times the longest recent gap.
 const JITTER_FACTOR: u32 = 3;
 
-/// However bad the jitter, silence this long is a failure.
+/// The length of silence that is a failure, however bad the jitter.
 const CEILING: Duration = Duration::from_secs(2);
 
 /// The shortest silence that counts before the first synchronisation has ended: nobody can take

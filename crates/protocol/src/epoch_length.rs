@@ -1,4 +1,4 @@
-//! How long the epochs of a busy guest should be: found, not set.
+//! The best length of the epochs of a busy guest: found, not set.
 //!
 //! Who waits for a guest's output asks again once it is there, so what a guest gets done is how
 //! much it says and hears. Short epochs let answers out early, long ones let the guest run; which
@@ -11,10 +11,10 @@
 
 use std::time::Duration;
 
-/// Between a length and the next one that is tried.
+/// Factor between a length and the next one that is tried.
 const STEP: f64 = 2.0;
 
-/// With nothing known.
+/// The length with nothing known.
 const FIRST: Duration = Duration::from_millis(10);
 
 /// The bounds: a pause takes nearly as long as the one, and people notice the other.
@@ -41,11 +41,11 @@ const WORTH: f64 = 0.02;
 /// An epoch that has ended.
 #[derive(Clone, Copy, Debug)]
 pub struct EndedEpoch {
-    /// From its first instruction to that of the next one, the pause included.
+    /// Time from its first instruction to that of the next one, the pause included.
     pub lasted: Duration,
     /// Bytes that the guest sent and was given in it.
     pub carried: u64,
-    /// How long an epoch should be by what the pages of this one cost.
+    /// Length that an epoch should have by what the pages of this one cost.
     pub by_pages: Duration,
 }
 
@@ -117,7 +117,7 @@ impl Direction {
     }
 }
 
-/// Which length an epoch had.
+/// The side of a trial to which an epoch's length belongs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Side {
     Used,
@@ -135,17 +135,17 @@ enum Verdict {
 #[derive(Clone, Debug)]
 struct Trial {
     direction: Direction,
-    /// Of the round.
+    /// Turn of the round.
     turn: usize,
     /// The turn's epochs.
     running: Tally,
     used: Tally,
     tried: Tally,
-    /// Of each round, by how much more the tried length carried: the logarithm of the ratio.
+    /// The gain of each round, by which the tried length carried more: the logarithm of the ratio.
     gains: Vec<f64>,
 }
 
-/// What was carried in how long.
+/// The bytes that were carried, and in which time.
 #[derive(Clone, Copy, Debug, Default)]
 struct Tally {
     epochs: u32,

@@ -9,20 +9,20 @@ const TICK: Duration = Duration::from_micros(20);
 #[derive(Clone, Copy, Debug)]
 struct Load {
     clients: usize,
-    /// What the guest computes for an answer.
+    /// Time that the guest computes for an answer.
     work: Duration,
-    /// Between an answer and the next question.
+    /// Time between an answer and the next question.
     turnaround: Duration,
-    /// It never falls idle: there is work that nobody waits for.
+    /// Whether it never falls idle: there is work that nobody waits for.
     background: bool,
 }
 
-/// What a checkpoint costs.
+/// The cost of a checkpoint.
 #[derive(Clone, Copy, Debug)]
 struct Cost {
     pause: Duration,
     commit: Duration,
-    /// Of the first writes after it, at most.
+    /// Cost of the first writes after it, at most.
     faults: Duration,
 }
 
@@ -47,7 +47,7 @@ struct Play {
     random: u64,
     now: Time,
     clients: Vec<Client>,
-    /// Who is served, and what is left of the work.
+    /// Client that is served, and what is left of the work.
     served: Option<(usize, Duration)>,
     last: LastCheckpoint,
     began: Time,
@@ -86,7 +86,7 @@ impl Play {
         }
     }
 
-    /// As long as `mean` on average, and as irregular as waiting times are.
+    /// A time as long as `mean` on average, and as irregular as waiting times are.
     fn about(&mut self, mean: Duration) -> Duration {
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
@@ -95,7 +95,7 @@ impl Play {
         mean.mul_f64(-(1.0 - share).ln())
     }
 
-    /// Other clients from here on, and other work.
+    /// Has other clients from here on, and other work.
     fn turn_to(&mut self, load: Load) {
         self.load = load;
         self.clients.resize(load.clients, Client::Asks(self.now));
@@ -204,7 +204,8 @@ const WEB: Load = Load { clients: 100, work: Duration::from_millis(4), ..DATABAS
 const BESIDE: Load = Load { clients: 1, background: true, ..DATABASE };
 const MANY_BESIDE: Load = Load { clients: 32, ..BESIDE };
 
-/// In the middle of three plays, with the length that is found or with one that is fixed.
+/// The answers in the middle of three plays, with the length that is found or with one that is
+/// fixed.
 fn answers(load: Load, fixed: Option<Duration>) -> f64 {
     let play = |seed| {
         let mut play = Play::new(load, fixed, seed);
@@ -216,7 +217,7 @@ fn answers(load: Load, fixed: Option<Duration>) -> f64 {
     rates[1]
 }
 
-/// What is got done with the best of some fixed lengths.
+/// The answers with the best of some fixed lengths.
 fn best(load: Load) -> f64 {
     let fixed = [2, 5, 10, 20, 40].map(|ms| answers(load, Some(Duration::from_millis(ms))));
     fixed.into_iter().fold(0.0, f64::max)
@@ -230,7 +231,8 @@ fn what_is_found_is_nearly_the_best_that_there_is() {
     }
 }
 
-/// How long a guest whose load has changed takes until it gets done nine tenths of the best, on average.
+/// The time that a guest whose load has changed takes until it gets done nine tenths of the best,
+/// on average.
 fn time_to_adapt(from: Load, to: Load) -> Duration {
     let slice = Duration::from_millis(250);
     let mut plays: Vec<Play> = (1..=15).map(|seed| Play::new(from, None, seed)).collect();

@@ -6,10 +6,10 @@ use crate::wire::{Kind, Message, WireError};
 use crate::{CardIndex, Epoch};
 use std::time::Duration;
 
-/// Older copies are of no use: TCP has repeated what they say long since.
+/// The age from which copies are of no use: TCP has repeated what they say long since.
 pub const KEPT_FOR: Duration = Duration::from_secs(2);
 
-/// What a frame costs beside its bytes: its length.
+/// The bytes that a frame costs beside its own: its length.
 const LENGTH_BYTES: usize = 4;
 
 /// The card, before the frames of a message.
@@ -18,10 +18,10 @@ const CARD_BYTES: usize = 2;
 /// An epoch with more than this is one of a bulk transfer, and so, most likely, is the next.
 const BULK_BYTES: usize = 32 << 10;
 
-/// What is copied of such a next epoch, or its first frame if that is longer.
+/// The bytes that are copied of such a next epoch, or its first frame if that is longer.
 const BULK_COPIED_BYTES: usize = 8 << 10;
 
-/// Which of a card's frames are copied: those with which an epoch begins, as many as
+/// The choice of a card's frames that are copied: those with which an epoch begins, as many as
 /// there is room for.
 ///
 /// In the midst of a bulk transfer those are few: copying it all would replicate the guest's

@@ -16,7 +16,7 @@
 use crate::{EndedEpoch, Epoch, EpochLength, LastCheckpoint, Policy, Time};
 use std::time::Duration;
 
-/// What a group does next, decided once for all members.
+/// The next step of a group, decided once for all members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GroupStep {
     /// Take a checkpoint.
@@ -29,7 +29,7 @@ pub enum GroupStep {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Gate(u64);
 
-/// What became of an arrival at a gate.
+/// The outcome of an arrival at a gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrival {
     /// All others are there: this member acts for all, then calls
@@ -39,7 +39,7 @@ pub enum Arrival {
     Wait(Gate),
 }
 
-/// Where the members of a group on the primary meet: before each checkpoint, and
+/// The rendezvous of a group's members on the primary: before each checkpoint, and
 /// once all stand still.
 #[derive(Clone, Debug)]
 pub struct Rendezvous {
@@ -50,7 +50,7 @@ pub struct Rendezvous {
     step: Option<(Epoch, GroupStep)>,
     resumed: usize,
     last: Option<LastCheckpoint>,
-    /// Since when the epoch that the last checkpoint closed ran.
+    /// Time since which the epoch that the last checkpoint closed ran.
     began: Option<Time>,
     length: EpochLength,
 }
@@ -133,7 +133,7 @@ impl Rendezvous {
         }
     }
 
-    /// How long an epoch of a busy group should be.
+    /// The length that an epoch of a busy group should have.
     pub fn length(&self) -> Duration {
         self.length.now()
     }
@@ -151,7 +151,7 @@ impl Rendezvous {
         }
     }
 
-    /// What was announced for the epoch that runs.
+    /// The step that was announced for the epoch that runs.
     pub fn announced(&self, running: Epoch) -> Option<GroupStep> {
         self.step.filter(|(epoch, _)| *epoch == running).map(|(_, step)| step)
     }

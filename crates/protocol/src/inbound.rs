@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 /// beside it. Of a bulk transfer far less is, see [`Allowance`].
 pub const FORWARDED_BYTES: usize = 128 << 10;
 
-/// What the backup keeps of a guest's inbound frames. Bounded: a few epochs, each
+/// The inbound frames of a guest that the backup keeps. Bounded: a few epochs, each
 /// with [`FORWARDED_BYTES`] a card.
 #[derive(Clone, Debug)]
 pub struct Kept {

@@ -19,7 +19,7 @@ const RENEWALS: u32 = 5;
 /// A sole owner of whose lease so small a part has passed while it stood still does not ask anew.
 const STILL_PARTS: u32 = 4;
 
-/// What would be at stake if this host ran a VM that another one was given.
+/// The stake that there would be if this host ran a VM that another one was given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stake {
     /// No other host has a copy.
@@ -33,8 +33,9 @@ pub enum Stake {
 }
 
 impl Stake {
-    /// That of the host which runs the VM. `guards`: whether the session in which it protects it, if
-    /// there is one, decides about its output; `has_copies`: whether others may have images of it.
+    /// The stake of the host which runs the VM. `guards`: whether the session in which it protects
+    /// it, if there is one, decides about its output; `has_copies`: whether others may have images
+    /// of it.
     pub fn of(guards: Option<bool>, has_copies: bool) -> Stake {
         match guards {
             Some(true) => Stake::Guarded,
@@ -45,7 +46,7 @@ impl Stake {
     }
 }
 
-/// What is wanted of the arbiter.
+/// An errand to the arbiter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LeaseErrand {
     /// Write a renewal, then read whether the VM is still this host's.
@@ -54,16 +55,16 @@ pub enum LeaseErrand {
     Withdraw,
 }
 
-/// What came of an errand.
+/// The result of an errand.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LeaseAnswer {
-    /// It is done, and the VM was this host's after it.
+    /// The errand is done, and the VM was this host's after it.
     Own,
     /// The VM is not this host's any more, for this reason, but that one's, if it is anybody's.
     Moved {
-        /// Whose it is.
+        /// The host that has it.
         to: Option<HostName>,
-        /// Why.
+        /// The reason.
         why: String,
     },
     /// No answer: nothing may be concluded.
@@ -97,7 +98,7 @@ impl LeaseAnswer {
     }
 }
 
-/// What the owner must do.
+/// An action that the owner must take.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LeaseAction {
     /// Let output leave until then; no limit if none.
@@ -114,11 +115,11 @@ pub enum LeaseAction {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// There is none, nor a renewal at the arbiter.
+    /// No lease, nor a renewal at the arbiter.
     None,
     /// The guest runs until then, and its output leaves at most as long.
     Held(Time),
-    /// It ran out: the guest stands still.
+    /// The lease ran out: the guest stands still.
     RunOut,
     /// The VM is another host's.
     Lost,
@@ -131,11 +132,11 @@ pub struct Lease {
     phase: Phase,
     /// The errand under way.
     asking: Option<LeaseErrand>,
-    /// When the next one is due.
+    /// Time at which the next one is due.
     next: Time,
-    /// What was asked before says nothing: this host stood still since.
+    /// Time before which no question counts: this host stood still since.
     trusts_from: Time,
-    /// Why the last renewal failed.
+    /// The reason why the last renewal failed.
     obstacle: Option<String>,
 }
 
@@ -146,7 +147,7 @@ impl Lease {
         Lease { length, phase: Phase::None, asking: None, next, trusts_from, obstacle: None }
     }
 
-    /// How long a renewal is good for.
+    /// The time for which a renewal is good.
     pub fn length(&self) -> Duration {
         self.length
     }
@@ -161,7 +162,7 @@ impl Lease {
         matches!(self.phase, Phase::Held(_))
     }
 
-    /// Why the guest stands still, if it does.
+    /// The reason why the guest stands still, if it does.
     pub fn standstill(&self) -> Option<String> {
         self.has_run_out().then(|| self.words())
     }
@@ -200,7 +201,7 @@ impl Lease {
         actions
     }
 
-    /// This host stood still for so long that its clock is not to be trusted alone.
+    /// Notes that this host stood still for so long that its clock is not to be trusted alone.
     pub fn stood_still(&mut self, now: Time) -> Vec<LeaseAction> {
         (self.trusts_from, self.next) = (now, now);
         if !self.is_held() || planted!(SleepUnnoticed) {

@@ -78,7 +78,7 @@ mutants! {
     StartWhatWasReturned,
     /// A backup that waits lets go of the VM by whoever ran it, whenever that was.
     ForgetGeneration,
-    /// What comes behind an epoch that could not be applied is applied.
+    /// An epoch behind one that could not be applied is applied.
     ApplyBehindGap,
     /// A winner's images are said to be valid before they are on stable storage.
     ActivateUnsettled,
@@ -94,7 +94,7 @@ mutants! {
     OpenWhatIsDead,
     /// A backup that gives up ends its connections before its primary has heard why.
     HangUpUntold,
-    /// Nothing that a standby awaits of its own host is ever awaited for too long.
+    /// A standby never awaits anything of its own host for too long.
     NothingHangs,
     /// A backup's word that it could take over counts for ever.
     TrustOldWord,
@@ -102,13 +102,13 @@ mutants! {
     CallSlowProtected,
     /// A sick guest is left to a backup that could not go on with it.
     GiveToTheUnfit,
-    /// What a winner says counts before the arbiter has said whose the VM is.
+    /// A winner's word counts before the arbiter has said whose the VM is.
     WinnersWordFirst,
     /// A host returns a VM that it ran.
     ReturnWhatRan,
-    /// What belongs to the next epoch is staged with the one that runs.
+    /// A message of the next epoch is staged with the one that runs.
     MixEpochs,
-    /// Nobody is silent for too long.
+    /// A peer is never silent for too long.
     NeverSuspect,
     /// A lease is counted from the arbiter's answer.
     LeaseFromAnswer,
@@ -126,15 +126,17 @@ mutants! {
     MovedIsOwn,
     /// A sole owner whose lease ran out stands still even when it is renewed.
     StayFrozen,
-    /// Whoever forces the VM onto another host does not wait for the owner's lease to end.
+    /// A forced move of the VM to another host does not wait for the owner's lease to end.
     TakeAtOnce,
-    /// Where no host takes the VM now, no host is asked again.
+    /// The hosts are not asked again where none takes the VM now.
     GiveUpRepair,
+    /// A backup that could not take over keeps its place for good.
+    KeepTheSick,
     /// An attempt to protect the VM that failed is not followed by another.
     StayWithAttempt,
     /// A mirror counts as an image that the guest ran on.
     MirrorCounts,
-    /// Which image is valid is concluded although hosts are silent that may have run it.
+    /// A valid image is concluded although hosts are silent that may have run it.
     ConcludeFromSilence,
     /// A winner that does not answer counts as one that never ran the VM.
     SilentNeverRan,

@@ -25,7 +25,7 @@ pub struct NameError {
 
 impl NameError {
     fn new(text: &str, kind: &'static str, allowed: &'static str) -> NameError {
-        /// Enough to recognise it in a message.
+        /// The length that is enough to recognise it in a message.
         const SHOWN: usize = 80;
         let mut shown: String = text.chars().take(SHOWN).collect();
         if shown.len() < text.len() {
@@ -132,10 +132,11 @@ name_type! {
 }
 
 name_type! {
-    /// The name of a host: 1 to 63 letters, digits and `-`, not starting with `-`.
+    /// The name of a host: 1 to 63 small letters, digits and `-`, not starting with `-`. A certificate is for a name in
+    /// whatever case: two names are never told apart by that alone.
     HostName,
     "is not a host name",
-    "1 to 63 letters, digits and -, not starting with -",
+    "1 to 63 small letters (a to z), digits and -, not starting with -",
     is_host_name
 }
 
@@ -167,7 +168,8 @@ fn is_vm_name(text: &str) -> bool {
 }
 
 fn is_host_name(text: &str) -> bool {
-    (1..=63).contains(&text.len()) && text.bytes().all(is_plain) && !text.starts_with('-')
+    let allowed = |byte: u8| is_plain(byte) && !byte.is_ascii_uppercase();
+    (1..=63).contains(&text.len()) && text.bytes().all(allowed) && !text.starts_with('-')
 }
 
 fn is_group_name(text: &str) -> bool {
@@ -213,6 +215,9 @@ mod tests {
         assert!("x".repeat(64).parse::<HostName>().is_err());
         assert!("x".repeat(65).parse::<GroupName>().is_err());
         assert!("-a".parse::<HostName>().is_err());
+        let capital = "Admin".parse::<HostName>().unwrap_err().to_string();
+        assert!(capital.contains("small letters"), "{capital}");
+        assert!("Db".parse::<VmName>().is_ok());
         let words = "../a".parse::<VmName>().unwrap_err().to_string();
         assert_eq!(
             words,

@@ -19,7 +19,7 @@ use std::collections::VecDeque;
 /// beside it. Of a bulk transfer far less is, see [`Allowance`].
 pub const CARRIED_BYTES: usize = 80 << 10;
 
-/// What the backup keeps of committed epochs' frames: of those that the primary may not
+/// The frames of committed epochs that the backup keeps: of those that the primary may not
 /// have released. Before it could capture an epoch, it had to hear that all but
 /// [`PIPELINE_DEPTH`] before the next one are committed, and released them.
 #[derive(Clone, Debug)]
@@ -30,7 +30,7 @@ pub struct Carried {
     bytes: u64,
 }
 
-/// Those of one epoch, in the order in which each card sent them.
+/// The frames of one epoch, in the order in which each card sent them.
 #[derive(Clone, Debug)]
 struct Frames {
     epoch: Epoch,
@@ -68,7 +68,7 @@ impl Carried {
         self.epochs.push_back(Frames { epoch, committed: now, frames });
     }
 
-    /// What the guest's new host must send: oldest first, and nothing afterwards.
+    /// The frames that the guest's new host must send: oldest first, and nothing afterwards.
     pub fn take(&mut self, now: Time) -> Vec<(CardIndex, Vec<u8>)> {
         let epochs = std::mem::take(&mut self.epochs).into_iter();
         let fresh = epochs.filter(|epoch| now - epoch.committed <= KEPT_FOR);

@@ -12,11 +12,11 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
-/// What is done with the guest's output while a backup stands by.
+/// The treatment of the guest's output while a backup stands by.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Output {
-    /// Each frame waits until its epoch is on the backup.
+    /// Every frame waits until its epoch is on the backup.
     #[default]
     Held,
     /// Frames leave at once: no output commit.
@@ -33,6 +33,6 @@ impl Output {
 /// Time after an epoch's capture for which its acknowledgement lets unheld output go.
 pub(crate) const LEASE: Duration = Duration::from_secs(1);
 
-/// How long the backup waits after its last acknowledgement before it contests a VM whose
+/// Time that the backup waits after its last acknowledgement before it contests a VM whose
 /// output is not held: longer than [`LEASE`] by far more than two clocks differ in it.
 pub(crate) const LEASE_IS_OVER: Duration = Duration::from_millis(1_100);

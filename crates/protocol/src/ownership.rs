@@ -1,4 +1,4 @@
-//! Who owns a VM: the (host, generation) record that the arbiter keeps.
+//! The owner of a VM: the (host, generation) record that the arbiter keeps.
 
 use crate::{Generation, HostName};
 use serde::{Deserialize, Serialize};

@@ -12,7 +12,7 @@ use std::time::Duration;
 /// The connection of a path that has been down for so long is given up.
 const RENEWAL: Duration = Duration::from_secs(5);
 
-/// What happens to a path.
+/// An event that happens to a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PathEvent {
     /// Its heartbeat connection stands.
@@ -29,7 +29,7 @@ pub enum PathEvent {
     Tick,
 }
 
-/// What follows from it.
+/// An action that follows from it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PathAction {
     /// The path works.
@@ -45,18 +45,18 @@ pub enum PathAction {
     Lost(String),
 }
 
-/// Where a path stands.
+/// The state of a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PathState {
     /// Its first connection is being made.
     Connecting,
     /// The peer is heard over it.
     Up,
-    /// It does not work.
+    /// The path does not work.
     Down {
-        /// Since when.
+        /// Time since which it does not.
         since: Time,
-        /// Why, for people.
+        /// The reason, for people.
         reason: String,
     },
 }
@@ -87,7 +87,7 @@ impl Paths {
         Paths { paths: vec![path; count], in_use, left_for: None, floor }
     }
 
-    /// Where each path stands.
+    /// The state of each path.
     pub fn states(&self) -> impl Iterator<Item = &PathState> {
         self.paths.iter().map(|path| &path.state)
     }
@@ -195,7 +195,7 @@ impl Paths {
 }
 
 impl Path {
-    /// It has a connection that has long been silent.
+    /// Whether it has a connection that has long been silent.
     fn is_stale(&self, now: Time) -> bool {
         let down = matches!(self.state, PathState::Down { since, .. } if now - since >= RENEWAL);
         down && self.connected

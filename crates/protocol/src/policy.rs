@@ -1,4 +1,4 @@
-//! When to checkpoint.
+//! The policy of when to checkpoint.
 //!
 //! The adaptive policy takes a checkpoint for the sake of output that waits, one at a time,
 //! so that what is sent meanwhile forms the next batch. A checkpoint costs a guest what it
@@ -22,7 +22,7 @@ use std::time::Duration;
 /// Epochs that reach the backup within this time are no reason to slow a guest down.
 const SHORTEST_TARGET: Duration = Duration::from_millis(100);
 
-/// What a written page costs a guest beside the pause: the fault at its next write, and what
+/// The cost of a written page to a guest beside the pause: the fault at its next write, and what
 /// copying and sending take of processors and caches that the guest shares. Measured: 8 to
 /// 16 µs on two processors (docs/performance/policy.md).
 const PAGE_COST: Duration = Duration::from_micros(5);
@@ -34,7 +34,7 @@ const LONGEST_GAP_FOR_PAGES: Duration = Duration::from_millis(25);
 /// The first look at a guest that may fall idle; a look costs some 15 µs.
 const SHORTEST_LOOK: Duration = Duration::from_micros(100);
 
-/// When the primary takes a checkpoint.
+/// The policy of when the primary takes a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Policy {
@@ -43,9 +43,9 @@ pub enum Policy {
         /// Checkpoints a second, 1 to 1 000.
         hz: u32,
     },
-    /// As soon as there is output to release, the last checkpoint is committed, and the
-    /// guest is idle or has run for long enough; after `max_epoch_ms` at the latest.
-    /// Without output, epochs stretch.
+    /// A checkpoint as soon as there is output to release, the last checkpoint is committed, and
+    /// the guest is idle or has run for long enough; after `max_epoch_ms` at the latest. Without
+    /// output, epochs stretch.
     Adaptive {
         /// The longest epoch, in milliseconds, 1 to 10 000.
         max_epoch_ms: u32,
@@ -106,33 +106,33 @@ pub struct LastCheckpoint {
     pub carried: u64,
 }
 
-/// What the guest does.
+/// The activity of the guest.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Activity {
-    /// Nothing of it wants to run, and it waits for no disk.
+    /// Whether nothing of it wants to run, and it waits for no disk.
     pub idle: bool,
     /// The share of its processors' time that it has used since it was resumed, 0 to 1.
     pub busy_share: f64,
 }
 
-/// What there is to know when a checkpoint is considered.
+/// The situation in which a checkpoint is considered.
 #[derive(Clone, Copy, Debug)]
 pub struct Situation {
     /// The present time.
     pub now: Time,
     /// The last checkpoint.
     pub last: LastCheckpoint,
-    /// How long an epoch of a guest under full load should be.
+    /// Length that an epoch of a guest under full load should have.
     pub length: Duration,
     /// Epochs captured and not yet committed.
     pub in_flight: u64,
-    /// Since when frames have been held, if any are.
+    /// Time since which frames have been held, if any are.
     pub output_since: Option<Time>,
     /// The guest has written as much to its disks as the backup should keep for one epoch.
     pub full: bool,
 }
 
-/// What the policy says.
+/// The policy's answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Due {
     /// Take a checkpoint when this time has come, unless something changes first.
@@ -144,7 +144,7 @@ pub enum Due {
 }
 
 impl Policy {
-    /// How many epochs may be captured and not committed; with so many none is due.
+    /// The number of epochs that may be captured and not committed; with so many none is due.
     pub fn pipeline(&self) -> u64 {
         match self {
             Policy::Interval { .. } => crate::PIPELINE_DEPTH,
@@ -152,7 +152,7 @@ impl Policy {
         }
     }
 
-    /// How long an epoch of a guest under full load should be on account of what its pages
+    /// The length that an epoch of a guest under full load should have on account of what its pages
     /// cost, as far as that can be said beforehand.
     pub fn length_by_pages(&self, last: LastCheckpoint) -> Duration {
         let Policy::Adaptive { pause_budget_percent: percent, .. } = *self else {
@@ -164,7 +164,7 @@ impl Policy {
         earned(pause, percent) + earned(pages, percent).min(LONGEST_GAP_FOR_PAGES)
     }
 
-    /// When the next checkpoint is due. `activity` is asked only where it matters.
+    /// The time at which the next checkpoint is due. `activity` is asked only where it matters.
     pub fn due(&self, situation: &Situation, activity: impl FnOnce() -> Activity) -> Due {
         let Situation { now, last, length, in_flight, output_since, full } = *situation;
         if in_flight >= self.pipeline() {

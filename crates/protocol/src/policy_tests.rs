@@ -171,7 +171,7 @@ struct Play {
     activity: Activity,
 }
 
-/// From one resumption to the next pause: when it begins.
+/// The time at which the next pause begins, from the resumption before it on.
 fn next_pause(policy: Policy, play: &Play) -> u64 {
     let last = LastCheckpoint {
         started: Time(Duration::ZERO),

@@ -43,7 +43,7 @@ pub struct Primary {
     detector: Detector,
     retry_at: Option<Time>,
     unprotect_asked: bool,
-    /// Why the VM is being handed over without a last checkpoint.
+    /// The reason why the VM is being handed over without a last checkpoint.
     hung: Option<String>,
     last_event: Time,
     /// Acknowledgements of earlier epochs release nothing: they may have been
@@ -57,14 +57,14 @@ pub struct Primary {
     pipeline: u64,
     /// The epochs on their way.
     delivery: Delivery,
-    /// When the backup was told to take over.
+    /// Time at which the backup was told to take over.
     yielded: Option<Time>,
     /// Whether the guest's last state here was captured.
     captured_last: bool,
     /// The arbiter is asked before the backup hears that it is given up: one whose heart beats would
     /// ask, too, and could do nothing with the VM.
     peer_unaware: bool,
-    /// Who won the VM, while this copy is kept.
+    /// The winner of the VM, while this copy is kept.
     winner: Option<Ownership>,
 }
 
@@ -121,12 +121,12 @@ impl Primary {
         self.pipeline = epochs;
     }
 
-    /// Where the primary stands.
+    /// The phase in which the primary is.
     pub fn phase(&self) -> &PrimaryPhase {
         &self.phase
     }
 
-    /// Who has won the VM, while this copy is kept.
+    /// The winner of the VM, while this copy is kept.
     pub fn winner(&self) -> Option<&Ownership> {
         self.winner.as_ref()
     }
@@ -151,8 +151,8 @@ impl Primary {
         self.running.0 - 1 - self.committed.0
     }
 
-    /// How long held output has waited for an epoch on its way, if that is longer than an epoch may take
-    /// on which nothing moves: something of this one does.
+    /// The time for which held output has waited for an epoch on its way, if that is longer than an
+    /// epoch may take on which nothing moves: something of this one does.
     pub fn overdue(&self, now: Time) -> Option<Duration> {
         self.delivery.overdue(now).filter(|_| self.holds_output())
     }
@@ -235,6 +235,11 @@ impl Primary {
             PrimaryEvent::Tick => self.tick(now, actions),
             PrimaryEvent::Verdict(verdict) => self.verdict(now, verdict, actions),
             PrimaryEvent::CapturedLast => self.captured_last(now, actions),
+            PrimaryEvent::Replace(reason) => {
+                if self.phase == PrimaryPhase::Protected {
+                    self.peer_useless(reason, actions);
+                }
+            }
             PrimaryEvent::Unprotect => self.unprotect(actions),
             PrimaryEvent::StoodDown => self.stood_down(actions),
             PrimaryEvent::LiveElsewhere(generation) => self.live_elsewhere(generation, actions),
@@ -252,7 +257,7 @@ impl Primary {
         }
     }
 
-    /// This host stood still if nothing at all happened: not even time passed.
+    /// Notices that this host stood still: nothing at all happened, not even time passed.
     fn notice_stall(&mut self, now: Time) {
         let still = now - self.last_event;
         if still > STALL {
@@ -308,7 +313,7 @@ impl Primary {
         }
     }
 
-    /// Once a whole epoch may be on the backup, it may contest the VM.
+    /// Whether the backup may contest the VM: once a whole epoch may be there.
     fn backup_may_be_entitled(&self) -> bool {
         self.running > if planted!(EntitledTooLate) { Epoch(2) } else { Epoch(1) }
     }
@@ -406,7 +411,7 @@ impl Primary {
         }
     }
 
-    /// What came of it, after why the VM was being handed over.
+    /// The reason of the end, after that for which the VM was being handed over.
     fn because(&self, reason: String) -> String {
         self.hung.as_ref().map_or(reason.clone(), |hung| format!("{hung}; {reason}"))
     }
@@ -437,8 +442,8 @@ impl Primary {
         actions.push(PrimaryAction::YieldToBackup);
     }
 
-    /// To be called before a backup is told to take over from a guest that may yet send something: it does
-    /// not wait until a permit has run out.
+    /// Ends the permit before a backup is told to take over from a guest that may yet send
+    /// something: it does not wait until a permit has run out.
     fn end_permit(&self, actions: &mut Vec<PrimaryAction>) {
         if self.output == Output::Unheld {
             actions.push(PrimaryAction::Permit(Duration::ZERO));

@@ -1,12 +1,12 @@
 use super::*;
 use crate::{Headway, Verdict};
 
-/// One that has just begun, with a detector of 100 ms.
+/// A primary that has just begun, with a detector of 100 ms.
 fn fresh() -> Primary {
     Primary::new(Generation(1), Duration::from_millis(100), Time::default())
 }
 
-/// What it does at an event, so many milliseconds after it began.
+/// The actions at an event, so many milliseconds after it began.
 fn handle(primary: &mut Primary, ms: u64, event: PrimaryEvent) -> Vec<PrimaryAction> {
     let mut actions = Vec::new();
     primary.handle(Time(Duration::from_millis(ms)), event, &mut actions);
@@ -218,7 +218,7 @@ fn a_backup_that_does_not_take_what_it_is_handed_is_given_up() {
     );
 }
 
-/// One that a backup takes over from, in the midst of a contest.
+/// A primary that a backup takes over from, in the midst of a contest.
 fn contesting() -> Primary {
     let mut primary = Primary::new(Generation(1), Duration::from_millis(100), Time::default());
     let events = [

@@ -16,7 +16,7 @@ const LONGEST_WAIT: Duration = Duration::from_secs(15);
 /// Protection that stood for less is a failed attempt as far as waiting goes:
 /// a backup that fails again and again must not be copied to without a pause.
 const STABLE: Duration = Duration::from_secs(10);
-/// How long a host whose attempt failed comes after all the others.
+/// Time for which a host whose attempt failed comes after all the others.
 const GRUDGE: Duration = Duration::from_secs(60);
 
 /// A host that may become the backup, as it was found in a survey. The own host
@@ -25,11 +25,11 @@ const GRUDGE: Duration = Duration::from_secs(60);
 pub struct Candidate {
     /// Its name.
     pub host: HostName,
-    /// What it said, or why it cannot take the VM: it is silent, or refuses.
+    /// Its answer, or the reason why it cannot take the VM: it is silent, or refuses.
     pub answer: Result<Fitness, String>,
 }
 
-/// What makes a host a good backup.
+/// The fitness of a host as a backup.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Fitness {
     /// Bytes of memory that it has to spare.
@@ -40,12 +40,14 @@ pub struct Fitness {
     pub same_zone: bool,
 }
 
-/// What happens to the protection of one VM.
+/// An event that happens to the protection of one VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RepairEvent {
     /// The VM runs on this host alone although it should be protected, for this
     /// reason. Also the end of an attempt that failed.
     Lost(String),
+    /// The VM is protected to this host, which has said for long that it could not take over, for this reason.
+    Sick(HostName, String),
     /// The hosts' answers to a [`RepairAction::Survey`].
     Surveyed(Vec<Candidate>),
     /// The first synchronisation is complete.
@@ -56,24 +58,28 @@ pub enum RepairEvent {
     Tick,
 }
 
-/// What must be done.
+/// An action that must be taken.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RepairAction {
     /// Ask all hosts whether, and how well, they could take the VM.
     Survey,
     /// Protect the VM to this host.
     Attempt(HostName),
+    /// Give the backup up, for this reason: another host would take the VM.
+    Replace(String),
 }
 
-/// Where the repair stands.
+/// The phase in which the repair is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RepairPhase {
-    /// Protected, or not wanted to be.
+    /// The VM is protected, or not wanted to be.
     Idle,
     /// The hosts are being asked.
     Surveying,
     /// Protection to this host is being set up.
     Attempting(HostName),
+    /// Protected to this host, which could not take over: the others are being asked.
+    Replacing(HostName),
     /// No host takes the VM now; the next round is at this time.
     Waiting(Time),
 }
@@ -82,7 +88,7 @@ pub enum RepairPhase {
 #[derive(Clone, Debug)]
 pub struct Repair {
     phase: RepairPhase,
-    /// Why the VM is not protected: first the loss, then what the last round met.
+    /// The reason why the VM is not protected: first the loss, then what the last round met.
     reason: String,
     /// Hosts still to be tried in this round, best first.
     round: Vec<HostName>,
@@ -106,12 +112,12 @@ impl Default for Repair {
 }
 
 impl Repair {
-    /// Where the repair stands.
+    /// The phase in which the repair is.
     pub fn phase(&self) -> &RepairPhase {
         &self.phase
     }
 
-    /// Why the VM is not protected, for people.
+    /// The reason why the VM is not protected, for people.
     pub fn reason(&self) -> &str {
         &self.reason
     }
@@ -136,6 +142,7 @@ impl Repair {
     ) {
         match event {
             RepairEvent::Lost(reason) => self.lost(now, jitter, reason, actions),
+            RepairEvent::Sick(host, reason) => self.sick(host, reason, actions),
             RepairEvent::Surveyed(found) => self.surveyed(now, jitter, found, actions),
             RepairEvent::Protected => self.protected(now),
             RepairEvent::Ended => *self = Repair::default(),
@@ -149,7 +156,7 @@ impl Repair {
 
     fn lost(&mut self, now: Time, jitter: u32, reason: String, actions: &mut Vec<RepairAction>) {
         match self.phase.clone() {
-            RepairPhase::Idle => {
+            RepairPhase::Idle | RepairPhase::Replacing(_) => {
                 let stood = self.protected_at.take().map(|since| now - since);
                 self.reason = reason;
                 if stood.is_some_and(|stood| stood < STABLE) {
@@ -160,8 +167,7 @@ impl Repair {
             }
             RepairPhase::Attempting(host) => {
                 self.reason = format!("{host}: {reason}");
-                self.failures.retain(|(other, _)| *other != host);
-                self.failures.push((host, now));
+                self.failed(now, host);
                 if planted!(StayWithAttempt) {
                     return;
                 }
@@ -170,6 +176,38 @@ impl Repair {
             // Said twice.
             RepairPhase::Surveying | RepairPhase::Waiting(_) => {}
         }
+    }
+
+    fn sick(&mut self, host: HostName, reason: String, actions: &mut Vec<RepairAction>) {
+        if self.phase == RepairPhase::Idle {
+            self.phase = RepairPhase::Replacing(host);
+            self.reason = reason;
+            actions.push(RepairAction::Survey);
+        }
+    }
+
+    /// A backup that could not take over is better than none, and than a copy to one that is no better.
+    fn replace(
+        &mut self,
+        now: Time,
+        host: HostName,
+        found: &[Candidate],
+        actions: &mut Vec<RepairAction>,
+    ) {
+        self.phase = RepairPhase::Idle;
+        let would_take = |other: &&Candidate| other.answer.is_ok() && other.host != host;
+        if let Some(other) = found.iter().find(would_take) {
+            let words = format!("host {host} could not take over: {}", self.reason);
+            let other = &other.host;
+            actions.push(RepairAction::Replace(format!("{words}; host {other} would take it")));
+            self.failed(now, host);
+        }
+    }
+
+    /// It comes after all the others for a while.
+    fn failed(&mut self, now: Time, host: HostName) {
+        self.failures.retain(|(other, _)| *other != host);
+        self.failures.push((host, now));
     }
 
     fn survey(&mut self, actions: &mut Vec<RepairAction>) {
@@ -184,6 +222,9 @@ impl Repair {
         found: Vec<Candidate>,
         actions: &mut Vec<RepairAction>,
     ) {
+        if let RepairPhase::Replacing(host) = self.phase.clone() {
+            return self.replace(now, host, &found, actions);
+        }
         if self.phase != RepairPhase::Surveying {
             return;
         }
@@ -207,7 +248,7 @@ impl Repair {
         self.next_of_round(now, jitter, actions);
     }
 
-    /// Lower is better. Load counts in coarse steps, so that memory decides
+    /// The rank of a host: lower is better. Load counts in coarse steps, so that memory decides
     /// between hosts that are about as busy.
     fn rank(&self, host: &HostName, fitness: &Fitness) -> impl Ord + use<> {
         let failed = self.failures.iter().position(|(other, _)| other == host);

@@ -100,6 +100,39 @@ fn a_host_that_failed_comes_last_for_a_while() {
     assert_eq!(step(&mut repair, 80_000, found()), attempt("b"), "forgiven");
 }
 
+fn sick() -> RepairEvent {
+    RepairEvent::Sick("b".to_owned().parse().unwrap(), "its disk hangs".to_owned())
+}
+
+// Before, a backup whose disk hung for good kept its place, and the third host was never asked.
+#[test]
+fn a_backup_that_is_sick_for_long_gives_way_to_another_host_and_comes_last_for_a_while() {
+    let mut repair = Repair::default();
+    assert_eq!(step(&mut repair, 0, sick()), [RepairAction::Survey]);
+    assert_eq!(step(&mut repair, 1, sick()), [], "the hosts are asked already");
+    let words = "host b could not take over: its disk hangs; host c would take it".to_owned();
+    let found = vec![unfit("b"), fit("c", 1)];
+    assert_eq!(step(&mut repair, 2, RepairEvent::Surveyed(found)), [RepairAction::Replace(words)]);
+    assert_eq!(step(&mut repair, 3, lost("given up")), [RepairAction::Survey]);
+    let found = vec![fit("b", 9), fit("c", 1)];
+    assert_eq!(step(&mut repair, 4, RepairEvent::Surveyed(found)), attempt("c"));
+    assert_eq!(step(&mut repair, 5, lost("it refuses")), attempt("b"), "rather than nobody");
+}
+
+#[test]
+fn a_backup_that_is_sick_stays_where_no_other_host_would_do() {
+    let mut repair = Repair::default();
+    for found in [vec![fit("b", 1), unfit("c")], vec![]] {
+        assert_eq!(step(&mut repair, 0, sick()), [RepairAction::Survey]);
+        assert_eq!(step(&mut repair, 1, RepairEvent::Surveyed(found)), []);
+        assert_eq!(repair.phase(), &RepairPhase::Idle);
+    }
+    assert_eq!(step(&mut repair, 2, sick()), [RepairAction::Survey]);
+    assert_eq!(step(&mut repair, 3, lost("b is silent")), [RepairAction::Survey]);
+    let found = vec![fit("b", 2), fit("c", 1)];
+    assert_eq!(step(&mut repair, 4, RepairEvent::Surveyed(found)), attempt("b"));
+}
+
 #[test]
 fn protection_that_does_not_last_is_not_set_up_again_at_once() {
     let mut repair = Repair::default();
@@ -125,7 +158,7 @@ fn what_nobody_wants_any_more_is_not_repaired() {
 }
 
 proptest! {
-    /// Whatever the hosts do for a while: once one of them takes the VM, it is
+    /// A VM that one of the hosts takes, whatever they did for a while, is
     /// protected within one longest wait and one round.
     #[test]
     fn protection_returns_once_a_host_takes_the_vm(
@@ -150,6 +183,7 @@ proptest! {
                 }),
                 Some(RepairAction::Attempt(_)) if fault < 3 => lost("no"),
                 Some(RepairAction::Attempt(_)) => break,
+                Some(RepairAction::Replace(reason)) => panic!("no backup is sick: {reason}"),
                 None => {
                     now = repair.deadline().expect("it never gives up");
                     RepairEvent::Tick

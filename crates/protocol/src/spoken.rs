@@ -24,7 +24,7 @@ impl Spoken {
         (used >= self.least.max(other.least)).then_some(used)
     }
 
-    /// What must be done so that both have one in common. `other` is of the host of that name.
+    /// The remedy that gives both one in common. `other` is of the host of that name.
     pub fn remedy(self, other: Spoken, name: &str) -> String {
         match other.least > self.highest {
             true => "upgrade this host first, one release after the other".to_owned(),
@@ -69,7 +69,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whoever is asked, the answer is the same, and both speak it.
+        /// The answer is the same whoever is asked, and both speak it.
         #[test]
         fn both_sides_come_to_the_same(a in 0..9u32, b in 0..9u32, c in 0..9u32, d in 0..9u32) {
             let (one, other) = (spoken(a, a + b), spoken(c, c + d));

@@ -29,10 +29,10 @@ impl EpochDigest {
     }
 }
 
-/// What an epoch's messages come to.
+/// The sums of an epoch's messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EpochSums {
-    /// How many.
+    /// Number of messages.
     pub messages: u64,
     /// Bytes of payload.
     pub bytes: u64,
@@ -45,9 +45,9 @@ pub struct EpochSums {
 pub struct EpochEnd {
     /// The epoch.
     pub epoch: Epoch,
-    /// What came before.
+    /// Sums of what came before.
     pub sums: EpochSums,
-    /// How long ago its guest stopped.
+    /// Time since its guest stopped.
     pub age: Duration,
 }
 
@@ -87,14 +87,14 @@ impl EpochEnd {
 /// One epoch, whole and checked.
 #[derive(Debug)]
 pub struct StagedEpoch<Piece> {
-    /// Which one.
+    /// The epoch.
     pub epoch: Epoch,
     /// Its pages, disk writes and device state, in the order they were sent.
     pub pieces: Vec<Piece>,
     /// Bytes of payload.
     pub bytes: u64,
-    /// When its guest stopped, by this host's clock: too late by the time that its end was on its
-    /// way.
+    /// Time at which its guest stopped, by this host's clock: too late by the time that its end was
+    /// on its way.
     pub taken: Time,
 }
 
@@ -143,7 +143,8 @@ impl<Piece> Staging<Piece> {
         self.partial.iter().map(|partial| partial.memory).sum()
     }
 
-    /// This epoch, and all before it, came another way: a batch of log has no end of its own.
+    /// Passes this epoch, and all before it, which came another way: a batch of log has no end of
+    /// its own.
     pub fn pass(&mut self, epoch: Epoch) {
         self.ended = self.ended.max(epoch);
         self.partial.retain(|partial| partial.epoch > epoch);
@@ -188,7 +189,7 @@ impl<Piece> Staging<Piece> {
         Ok(StagedEpoch { epoch: partial.epoch, pieces: partial.pieces, bytes, taken })
     }
 
-    /// At most the pipeline's depth can be under way, and one that runs.
+    /// Whether it is open: at most the pipeline's depth can be under way, and one that runs.
     fn is_open(&self, epoch: Epoch) -> bool {
         let last = Epoch(self.ended.0 + crate::PIPELINE_DEPTH + 1);
         (self.ended.next()..=last).contains(&epoch)
@@ -298,7 +299,7 @@ mod tests {
         assert_eq!(staging.bytes(), 20);
     }
 
-    /// They had no bytes, so that there could be any number of them.
+    /// Empty messages were not counted: there could be any number of them.
     #[test]
     fn empty_messages_are_counted_too() {
         let empty = || Message::new(Kind::DeviceState, Epoch(1), Vec::new());

@@ -4,7 +4,7 @@
 use crate::Time;
 use std::time::Duration;
 
-/// What a busy host may be late by.
+/// Time by which a busy host may be late.
 const LATENESS: Duration = Duration::from_secs(2);
 
 /// A look every so often.
@@ -31,7 +31,7 @@ impl Stillness {
 /// A peer's time beside this host's own.
 #[derive(Clone, Debug, Default)]
 pub struct PeerClock {
-    /// When it was asked last, and what it said.
+    /// The time at which it was asked last, and what it said.
     last: Option<(Time, Time)>,
 }
 

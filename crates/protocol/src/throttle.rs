@@ -13,20 +13,22 @@ use std::time::Duration;
 /// Looks at a running epoch are this far apart, and the first one as far from its begin.
 const LOOK_INTERVAL: Duration = Duration::from_millis(25);
 
-/// Smaller epochs say nothing about the link: their time is that of the round trip.
+/// The fewest pages of an epoch that say something about the link: the time of a smaller one is
+/// that of the round trip.
 const TELLING_PAGES: u64 = 256;
 
 /// Pages a second that few guests exceed all of a sudden: such a link is looked after only
 /// when the last epoch took its share of it.
 const FAST_LINK: f64 = 100_000.0;
 
-/// Each look that finds the guest outrunning the link takes this part of its processors.
+/// The part of its processors that is left to a guest by each look that finds it outrunning the
+/// link.
 const SLOWER: f64 = 0.8;
 
-/// Each small epoch gives as much back.
+/// The factor by which each small epoch gives back.
 const FASTER: f64 = 1.25;
 
-/// What a guest always keeps of its processors.
+/// The share of its processors that a guest always keeps.
 const LEAST_SHARE: f64 = 0.02;
 
 /// Measures the link, and decides when an epoch is cut short and how fast the guest may run.
@@ -36,7 +38,7 @@ pub struct Throttle {
     /// Pages a second, from the guest to the backup's acknowledgement.
     capacity: Option<f64>,
     in_flight: VecDeque<Flight>,
-    /// What arrived while the link was busy without a rest.
+    /// Pages that arrived while the link was busy without a rest.
     arrived: Arrived,
     last_pages: u64,
     last_look: Time,
@@ -95,7 +97,7 @@ impl Throttle {
         self.measure(now);
     }
 
-    /// Over all the time that the link is busy: acknowledgements may come in bunches.
+    /// Measures over all the time that the link is busy: acknowledgements may come in bunches.
     fn measure(&mut self, now: Time) {
         let Arrived { since, pages } = self.arrived;
         let span = now - since;
@@ -127,7 +129,7 @@ impl Throttle {
         self.transfer_time(pages).is_some_and(|time| time * 4 > self.target)
     }
 
-    /// How long to wait before the next look; none while the guest is far from the limit.
+    /// The time to wait before the next look; none while the guest is far from the limit.
     pub fn next_look(&self, now: Time) -> Option<Duration> {
         let near = self.is_near(self.last_pages);
         let slow = self.capacity? < FAST_LINK;

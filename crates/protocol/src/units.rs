@@ -8,7 +8,8 @@ use std::fmt;
 /// Bytes in a guest page; the unit of tracking, sending and applying memory.
 pub const PAGE_SIZE: usize = 4096;
 
-/// More than anything that hosts count: who has read a number below it can count on, and add to it.
+/// A number above anything that hosts count: who has read a number below it can count on, and add
+/// to it.
 pub const MOST_COUNTED: u64 = 1 << 48;
 
 /// Reads a number that others name, with which it can be counted.
@@ -41,7 +42,7 @@ number! {
     Epoch(u64)
 }
 number! {
-    /// How often the ownership of a VM has changed; grows by compare-and-swap only.
+    /// The number of times that the ownership of a VM has changed; grows by compare-and-swap only.
     Generation(#[serde(deserialize_with = "countable")] u64)
 }
 number! {
@@ -95,7 +96,7 @@ pub struct PageRun {
     pub block: BlockId,
     /// The first page.
     pub first: PageIndex,
-    /// How many pages, at least one.
+    /// Number of pages, at least one.
     pub count: u64,
 }
 

@@ -1,4 +1,4 @@
-//! Which host's images of a VM are the valid ones (Remus 2.5), from what the hosts and
+//! The host whose images of a VM are the valid ones (Remus 2.5), from what the hosts and
 //! the arbiter have on record.
 //!
 //! Each host keeps an [`ImageRecord`] beside its images. It is changed, and on stable
@@ -12,7 +12,7 @@
 use crate::{Generation, HostName, Ownership};
 use serde::{Deserialize, Serialize};
 
-/// What the images of a VM on one host are.
+/// The role of a VM's images on one host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ImageRole {
@@ -36,13 +36,13 @@ pub enum ImageRole {
 pub struct ImageRecord {
     /// The host.
     pub host: HostName,
-    /// What its images are.
+    /// The role of its images.
     pub role: ImageRole,
     /// The generation of ownership at which the guest last ran on them; of a mirror, the
     /// generation of its primary.
     pub generation: Generation,
-    /// These images were the newest when the VM was about to be claimed here from this generation.
-    /// What came of it is in `generation`, if the guest ran.
+    /// Generation from which the VM was about to be claimed here, when these images were the
+    /// newest. What came of it is in `generation`, if the guest ran.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub claimed_from: Option<Generation>,
 }
@@ -65,12 +65,12 @@ impl ImageRecord {
     }
 }
 
-/// What the arbiter said about a VM.
+/// The arbiter's word about a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ArbiterWord {
     /// The newest record of ownership; none when no host ever owned the VM.
     Says(Option<Ownership>),
-    /// It cannot be reached, or there is none.
+    /// The arbiter cannot be reached, or there is none.
     Silent,
 }
 
@@ -97,19 +97,19 @@ pub struct Evidence {
     pub arbiter: ArbiterWord,
 }
 
-/// Which images are valid.
+/// The finding which images are valid.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Finding {
-    /// These are, for certain.
+    /// The valid images are these, for certain.
     Valid {
         /// The host that has them.
         host: HostName,
         /// The generation at which the guest ran on them.
         generation: Generation,
-        /// Why, for people.
+        /// The reason, for people.
         why: String,
     },
-    /// It cannot be told, for this reason.
+    /// The answer cannot be told, for this reason.
     Undecided(String),
 }
 
@@ -203,7 +203,7 @@ fn newer_possible(evidence: &Evidence, images: &ImageRecord) -> Newer {
     }
 }
 
-/// How the guest of `host` ended before the VM was given back.
+/// The end of the guest of `host` before the VM was given back.
 fn how_it_ended(evidence: &Evidence, host: &HostName) -> &'static str {
     let own = evidence.records.iter().find(|record| record.host == *host);
     match own.map(|record| record.role) {

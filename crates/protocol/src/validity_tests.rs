@@ -163,7 +163,7 @@ impl History {
         may_start(&name(HOSTS[host]), own, self.owner.as_ref()).is_ok() && self.knows(host)
     }
 
-    /// Before the arbiter is asked.
+    /// Notes a claim before the arbiter is asked.
     fn note_claim(&mut self, host: usize) {
         let from = self.generation();
         if let Some(own) = &mut self.records[host] {
@@ -235,7 +235,7 @@ impl History {
         }
     }
 
-    /// What can be learnt when these do not answer.
+    /// The evidence that can be had when these do not answer.
     fn evidence(&self, silent: [bool; 3], arbiter_silent: bool) -> Evidence {
         let names = |wanted: &dyn Fn(usize) -> bool| -> Vec<HostName> {
             (0..3).filter(|&host| wanted(host)).map(|host| name(HOSTS[host])).collect()
@@ -257,8 +257,8 @@ impl History {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(4000))]
 
-    /// Whatever happened and whoever is silent: what is called valid is what the guest
-    /// ran on last; and if everybody answers, it is found.
+    /// The images that are called valid, whatever happened and whoever is silent, are those that
+    /// the guest ran on last; and if everybody answers, they are found.
     #[test]
     fn the_valid_images_are_those_that_the_guest_ran_on_last(
         steps in proptest::collection::vec((any::<u8>(), 0..3usize, any::<bool>()), 1..40),

@@ -16,7 +16,7 @@ const CONFIRM_BYTES: u64 = 1 << 20;
 /// … or this many messages.
 const CONFIRM_MESSAGES: u64 = 256;
 
-/// How many messages of one direction came before some point.
+/// The number of messages of one direction that came before some point.
 pub type Count = u64;
 
 /// The peer's count cannot be: it never got what it counts, or what it lacks
@@ -69,7 +69,7 @@ impl<M> SendWindow<M> {
         Ok(())
     }
 
-    /// What is not confirmed, in order: to be sent again on a new connection.
+    /// The messages that are not confirmed, in order: to be sent again on a new connection.
     pub fn unconfirmed(&self) -> impl Iterator<Item = &M> {
         self.kept.iter().map(|(message, _)| message)
     }
@@ -90,7 +90,7 @@ impl ReceiveWindow {
         self.unconfirmed_bytes += bytes;
     }
 
-    /// How many messages arrived: where a new connection goes on.
+    /// The number of messages that arrived: where a new connection goes on.
     pub fn received(&self) -> Count {
         self.received
     }
@@ -157,7 +157,7 @@ mod tests {
         receiver: ReceiveWindow,
         next: u32,
         arrived: Vec<u32>,
-        /// On the connection, not there yet.
+        /// Messages on the connection, not there yet.
         messages: VecDeque<u32>,
         confirmations: VecDeque<Count>,
     }
@@ -185,7 +185,7 @@ mod tests {
             }
         }
 
-        /// Everything under way is lost; the next connection resumes.
+        /// Loses everything under way; the next connection resumes.
         fn cut(&mut self) {
             self.confirmations.clear();
             self.sender.confirm(self.receiver.received()).unwrap();

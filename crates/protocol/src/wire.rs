@@ -23,7 +23,7 @@ pub const MAX_PAYLOAD: usize = 4 << 20;
 
 const MAGIC: [u8; 4] = *b"USTD";
 
-/// Why bytes are not a message. The connection must be dropped.
+/// The reason why bytes are not a message. The connection must be dropped.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WireError {
     /// The header does not begin as every header does.
@@ -46,9 +46,9 @@ pub enum WireError {
     Checksum {
         /// The message's kind.
         kind: Kind,
-        /// Computed here.
+        /// Checksum computed here.
         found: u32,
-        /// Sent along.
+        /// Checksum sent along.
         expected: u32,
     },
     /// The payload is malformed although its checksum is right.
@@ -56,7 +56,7 @@ pub enum WireError {
     Malformed {
         /// The message's kind.
         kind: Kind,
-        /// What is wrong.
+        /// The fault.
         what: Cow<'static, str>,
     },
     /// The sender has no business with this kind of message, here.
@@ -64,7 +64,7 @@ pub enum WireError {
     Unexpected {
         /// The message's kind.
         kind: Kind,
-        /// Which side sent it.
+        /// The side that sent it.
         from: &'static str,
     },
 }
@@ -72,7 +72,7 @@ pub enum WireError {
 /// A message header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// What the message is.
+    /// The kind of the message.
     pub kind: Kind,
     /// Bytes of payload.
     pub length: usize,
@@ -176,7 +176,7 @@ fn header_check(bytes: &[u8; HEADER_BYTES]) -> [u8; 2] {
 /// A message, its payload checked.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Message {
-    /// What the message is, and for which epoch.
+    /// The kind of the message, and its epoch.
     pub header: Header,
     /// The payload.
     pub payload: Vec<u8>,
@@ -206,14 +206,14 @@ impl Message {
     }
 }
 
-/// How far a backup in lockstep is: the payload of [`Kind::Progress`].
+/// The progress of a backup in lockstep: the payload of [`Kind::Progress`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LogProgress {
     /// Bytes of log that it has executed.
     pub position: u64,
     /// Instructions that it has executed, as of the last event.
     pub instructions: u64,
-    /// How long ago the oldest batch came that it has not executed whole, in microseconds.
+    /// Time since the oldest batch came that it has not executed whole, in microseconds.
     pub lag_us: u64,
     /// Nanoseconds that it has waited for log.
     pub starved_ns: u64,

@@ -30,7 +30,7 @@ struct Guest {
     received: [u64; MEMBERS],
 }
 
-/// Where a member's capturing thread is.
+/// The place where a member's capturing thread is.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Thread {
     Running,

@@ -1,4 +1,4 @@
-//! Which build of QEMU a program is: the GNU build id that its linker gave it.
+//! The build of QEMU that a program is: the GNU build id that its linker gave it.
 //!
 //! Two builds of one version may differ in what they log and replay (a patch, an option, a
 //! compiler), which lockstep cannot bear: a backup would diverge some time later.
@@ -65,7 +65,8 @@ fn number(little_endian: &[u8]) -> u64 {
     little_endian.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte))
 }
 
-/// Why a backup's QEMU cannot execute the log of a primary's, by their builds; none if it can.
+/// The reason why a backup's QEMU cannot execute the log of a primary's, by their builds; none if
+/// it can.
 pub fn peer_obstacle(ours: Option<&str>, theirs: Option<&str>) -> Option<String> {
     match (ours, theirs) {
         (Some(ours), Some(theirs)) if ours == theirs => None,

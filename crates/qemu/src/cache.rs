@@ -1,4 +1,5 @@
-//! What a QEMU can do, kept for the next daemon or keeper that starts: to ask it takes two starts of QEMU.
+//! The capabilities of a QEMU, kept for the next daemon or keeper that starts: to ask it takes two
+//! starts of QEMU.
 //!
 //! An answer counts for one build of the product, one boot of the machine and one installed QEMU, as they are told apart
 //! below. Whatever is wrong with the file, QEMU is asked; so is a script in its place, behind which there may be another
@@ -15,10 +16,10 @@ use tracing::debug;
 
 /// The environment variable with the directory: systemd sets it for a unit with `CacheDirectory=`.
 pub const VARIABLE: &str = "CACHE_DIRECTORY";
-/// Where distributions put the parts of QEMU that it loads by name.
+/// Directories where distributions put the parts of QEMU that it loads by name.
 const MODULES: [&str; 4] =
     ["/usr/lib/x86_64-linux-gnu/qemu", "/usr/lib64/qemu-kvm", "/usr/lib64/qemu", "/usr/lib/qemu"];
-/// What KVM offers depends on these.
+/// Modules that what KVM offers depends on.
 const KVM_MODULES: [&str; 3] = ["kvm", "kvm_intel", "kvm_amd"];
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
@@ -81,7 +82,7 @@ impl Asked {
     }
 }
 
-/// What guests see of the first processor: new microcode may change it.
+/// The lines about what guests see of the first processor: new microcode may change it.
 fn processor(cpuinfo: &str) -> Vec<String> {
     let first = cpuinfo.lines().take_while(|line| !line.is_empty());
     let telling = |line: &&str| ["microcode", "flags"].iter().any(|key| line.starts_with(key));
@@ -110,7 +111,8 @@ pub fn directory() -> Option<PathBuf> {
     std::env::split_paths(&named).find(|path| path.is_absolute())
 }
 
-/// What a QEMU can do: as it said before, if `directory` has an answer that still counts, or as it says now.
+/// The capabilities of a QEMU: as it said before, if `directory` has an answer that still counts,
+/// or as it says now.
 ///
 /// # Errors
 /// Those of [`Capabilities::probe`]; a directory that cannot be read or written is none.

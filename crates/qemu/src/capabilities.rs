@@ -1,4 +1,4 @@
-//! What the installed QEMU and this machine can do.
+//! The capabilities of the installed QEMU and this machine.
 
 use crate::definition::AcceleratorChoice;
 use crate::kvm::{Kvm, Obstacle};
@@ -26,14 +26,14 @@ use std::time::Duration;
 /// The oldest QEMU whose `migrate-incoming` reads device state from a file.
 const OLDEST: QemuVersion = QemuVersion { major: 8, minor: 2, micro: 0 };
 
-/// How long QEMU may take to start and answer.
+/// Time that QEMU may take to start and answer.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The commands that checkpoints are made of.
 const COMMANDS: &[&str] =
     &["stop", "cont", "xen-save-devices-state", "migrate-incoming", "x-query-ramblock"];
 
-/// What executes the guest's instructions.
+/// An accelerator, which executes the guest's instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Accelerator {
@@ -52,14 +52,15 @@ impl fmt::Display for Accelerator {
     }
 }
 
-/// What an installed QEMU can do. Probing starts it twice: keep the answer ([`cache`](crate::cache)).
+/// The capabilities of an installed QEMU. Probing starts it twice: keep the answer
+/// ([`cache`](crate::cache)).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Capabilities {
     /// The program.
     pub binary: PathBuf,
     /// Its version.
     pub version: QemuVersion,
-    /// How its devices write their state, if it says so.
+    /// The layout in which its devices write their state, if it says so.
     pub layout: Option<StateLayout>,
     /// Its machine types.
     pub machines: Vec<Machine>,
@@ -67,7 +68,7 @@ pub struct Capabilities {
     pub cpus: Vec<String>,
     /// Its accelerators, whether or not they work here.
     pub accelerators: Vec<Accelerator>,
-    /// What KVM offers of this host's processor, where it runs guests.
+    /// The features that KVM offers of this host's processor, where it runs guests.
     pub processor: Option<KvmProcessor>,
 }
 
@@ -83,20 +84,20 @@ pub struct Machine {
 /// The installed QEMU will not do.
 #[derive(Debug, thiserror::Error)]
 pub enum CapabilityError {
-    /// It cannot be started.
+    /// The program cannot be started.
     #[error(transparent)]
     Launch(#[from] LaunchError),
-    /// It starts but does not answer as it should.
+    /// The program starts but does not answer as it should.
     #[error("{} does not answer: {source}; {said}", binary.display())]
     NoAnswer {
         /// The program.
         binary: PathBuf,
-        /// What went wrong.
+        /// The error.
         source: QmpError,
-        /// What it wrote, or how it ended.
+        /// The words that it wrote, or how it ended.
         said: String,
     },
-    /// It is too old.
+    /// The program is too old.
     #[error("{} is QEMU {version}; {OLDEST} or later is needed", binary.display())]
     TooOld {
         /// The program.
@@ -104,20 +105,20 @@ pub enum CapabilityError {
         /// Its version.
         version: QemuVersion,
     },
-    /// It was built without something.
+    /// The program was built without something.
     #[error("{} (QEMU {version}) lacks {what}; install the distribution's full build", binary.display())]
     Lacks {
         /// The program.
         binary: PathBuf,
         /// Its version.
         version: QemuVersion,
-        /// What is missing.
+        /// The missing part.
         what: String,
     },
     /// The wanted machine type is unknown to it.
     #[error("QEMU {version} has no machine type \"{wanted}\"; it has {has}")]
     NoSuchMachine {
-        /// What was asked for.
+        /// The machine type that was asked for.
         wanted: String,
         /// Its version.
         version: QemuVersion,
@@ -127,7 +128,7 @@ pub enum CapabilityError {
     /// The wanted CPU model is unknown to it.
     #[error("cpu: QEMU {version} has no model \"{wanted}\"; it has {has}")]
     NoSuchCpu {
-        /// What was asked for.
+        /// The CPU model that was asked for.
         wanted: String,
         /// Its version.
         version: QemuVersion,
@@ -142,7 +143,7 @@ pub enum CapabilityError {
     LackingProcessor {
         /// The guest's model.
         model: String,
-        /// What is missing.
+        /// The missing features.
         missing: String,
         /// The first of it.
         example: String,
@@ -155,7 +156,7 @@ pub enum CapabilityError {
     Nesting {
         /// The guest's model.
         model: String,
-        /// What lets it.
+        /// The flag that lets it.
         flag: String,
     },
     /// The guest's clocks would go wrong here.
@@ -169,7 +170,7 @@ pub enum CapabilityError {
         /// The host's.
         own: TscRate,
     },
-    /// What KVM does for the guest's counter is not known.
+    /// The kernel does not say what KVM does for the guest's counter.
     #[error("cpu: KVM does not say at which rate this host's time stamp counter runs: {0}")]
     UnknownTsc(io::Error),
     /// KVM was asked for and cannot be used at all.
@@ -213,7 +214,7 @@ impl Capabilities {
         }
     }
 
-    /// What it is to other QEMUs.
+    /// The release that it is to other QEMUs.
     pub fn release(&self) -> Release {
         Release { version: self.version, layout: self.layout.clone() }
     }
@@ -312,7 +313,7 @@ impl Capabilities {
     }
 }
 
-/// With `kvm`, it answers for KVM what depends on the accelerator.
+/// Arguments of a probe: with `kvm`, it answers for KVM what depends on the accelerator.
 fn probe_arguments(monitor: i32, kvm: bool) -> Vec<OsString> {
     let chardev = format!("socket,id=qmp,fd={monitor}");
     // A QEMU without KVM takes the other one.
@@ -333,7 +334,7 @@ fn probe_arguments(monitor: i32, kvm: bool) -> Vec<OsString> {
     common.iter().chain(accelerators).map(OsString::from).collect()
 }
 
-/// What QEMU answered.
+/// The answers of QEMU.
 struct Answers {
     version: QemuVersion,
     machines: Vec<Machine>,

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use time::UtcDateTime;
 use understudy_agent_protocol::TICKS_VARIABLE;
 
-/// Where a guest's clocks begin, and how its time stamp counter runs. Both hosts' QEMUs have
-/// the same, wherever and whenever they are started. As text `2026-11-21T00:00:00`, with the
+/// The time at which a guest's clocks begin, and how its time stamp counter runs. Both hosts' QEMUs
+/// have the same, wherever and whenever they are started. As text `2026-11-21T00:00:00`, with the
 /// counter's rate after a space if it has one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
@@ -61,7 +61,7 @@ impl ClockBase {
         ClockBase { first, tick_rate: None }
     }
 
-    /// With a counter of this rate, which a guest has got used to.
+    /// Gives it a counter of this rate, which a guest has got used to.
     pub fn with_tick_rate(self, rate: TickRate) -> ClockBase {
         ClockBase { tick_rate: Some(rate), ..self }
     }
@@ -71,13 +71,13 @@ impl ClockBase {
         self.tick_rate
     }
 
-    /// For [`crate::process::Launch::env`], where the agent must know of the counter.
+    /// The variable for [`crate::process::Launch::env`], where the agent must know of the counter.
     pub fn environment(&self) -> Option<(OsString, OsString)> {
         let TickRate(rate) = self.tick_rate?;
         Some((TICKS_VARIABLE.into(), rate.to_string().into()))
     }
 
-    /// What the guest's clock shows first, in UTC, as QEMU's `-rtc base=` reads it.
+    /// The time that the guest's clock shows first, in UTC, as QEMU's `-rtc base=` reads it.
     pub fn first(&self) -> &str {
         &self.first
     }

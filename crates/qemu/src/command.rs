@@ -36,13 +36,13 @@ pub const GUEST_AGENT: &str = "guest-agent";
 /// QEMU's number for the set with the KVM device's descriptor.
 const KVM_SET: u32 = 1;
 
-/// What one host gives to a VM. Descriptors are the daemon's own numbers: QEMU
+/// The resources that one host gives to a VM. Descriptors are the daemon's own numbers: QEMU
 /// inherits them under the same numbers (see [`crate::process::Launch`]).
 #[derive(Clone, Debug)]
 pub struct Resources {
     /// Versioned machine type, from [`crate::Capabilities::machine_type`].
     pub machine_type: String,
-    /// What executes the guest's instructions.
+    /// The accelerator that executes the guest's instructions.
     pub accelerator: Accelerator,
     /// The opened KVM device, for a QEMU that may not open it itself.
     pub kvm: Option<RawFd>,
@@ -52,29 +52,29 @@ pub struct Resources {
     pub ram: RawFd,
     /// QEMU's ends of its monitors, from [`crate::qmp::QemuEnds::numbers`].
     pub monitors: [RawFd; MONITORS],
-    /// Per disk, the unix socket of its NBD server, which must listen already.
+    /// The unix socket of each disk's NBD server, which must listen already.
     pub disks: Vec<PathBuf>,
-    /// Per card, QEMU's end of the socket to its port.
+    /// QEMU's end of the socket to the port of each card.
     pub cards: Vec<RawFd>,
-    /// Where the console is, if the definition has one.
+    /// The place of the console, if the definition has one.
     pub console: Option<Console>,
     /// QEMU's end of the connection to the TPM, if the definition has one.
     pub tpm: Option<RawFd>,
     /// Whether it waits for disks whose server is gone, which will be there again.
     pub awaits_disks: bool,
-    /// How QEMU starts.
+    /// The role in which QEMU starts.
     pub role: Role,
-    /// If it runs in lockstep.
+    /// Its part in lockstep, if it runs so.
     pub lockstep: Option<Lockstep>,
 }
 
-/// How a QEMU runs in lockstep. Both hosts' clocks begin at the same time of day, wherever
-/// and whenever their QEMUs are started.
+/// The way in which a QEMU runs in lockstep. Both hosts' clocks begin at the same time of day,
+/// wherever and whenever their QEMUs are started.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lockstep {
-    /// What it does with its log.
+    /// The role that it has for its log.
     pub role: LogRole,
-    /// What the guest's clock shows first.
+    /// The base of the guest's clocks.
     pub clock: ClockBase,
 }
 
@@ -90,14 +90,14 @@ pub struct BootFiles<T = PathBuf> {
 }
 
 impl<T> BootFiles<T> {
-    /// Each of them, with its name in a definition.
+    /// All of them, each with its name in a definition.
     pub fn each(&self) -> [(&'static str, Option<&T>); 3] {
         let BootFiles { firmware, kernel, initrd } = self;
         [("firmware", firmware.as_ref()), ("kernel", kernel.as_ref()), ("initrd", initrd.as_ref())]
     }
 }
 
-/// Where the guest's first serial port goes.
+/// The end to which the guest's first serial port goes.
 #[derive(Clone, Debug)]
 pub struct Console {
     /// Its socket.
@@ -116,12 +116,12 @@ pub enum ConsoleSocket {
     Connected(RawFd),
 }
 
-/// How QEMU starts. In both roles the guest waits for `cont`.
+/// The role in which QEMU starts. In both roles the guest waits for `cont`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// With a machine at power-on.
+    /// QEMU starts with a machine at power-on.
     Fresh,
-    /// Without state: waits for [`crate::Monitor::go_live`].
+    /// QEMU starts without state: waits for [`crate::Monitor::go_live`].
     Standby,
 }
 
@@ -345,7 +345,7 @@ fn tpm(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
     args.pair("-device", format!("{model},tpmdev=tpm0"));
 }
 
-/// What administrators of the host reach, in QEMU's own directory.
+/// Adds what administrators of the host reach, in QEMU's own directory.
 fn local(args: &mut Args, vm: &VmDefinition) {
     if vm.vnc {
         args.pair("-vnc", format!("unix:{VNC}"));
@@ -368,7 +368,7 @@ fn local(args: &mut Args, vm: &VmDefinition) {
     }
 }
 
-/// Where a device is: a slot of the root bus, if the definition does not say.
+/// The place of a device: a slot of the root bus, if the definition does not say.
 fn place(chosen: Option<&PciPlace>, slot: usize) -> String {
     chosen.map_or_else(|| format!("addr={slot:#04x}"), PciPlace::options)
 }
@@ -385,7 +385,7 @@ fn virtio_options(interface: VirtioInterface) -> String {
     format!("{interface},ioeventfd=off")
 }
 
-/// In QEMU's key=value options a comma in a value is written twice.
+/// Escapes a value: in QEMU's key=value options a comma is written twice.
 fn escaped(path: &Path) -> OsString {
     use std::os::unix::ffi::{OsStrExt, OsStringExt};
     let bytes = path.as_os_str().as_bytes();

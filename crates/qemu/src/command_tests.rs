@@ -303,7 +303,7 @@ fn a_qemu_that_outlives_its_daemon_waits_for_its_disks() {
     }
 }
 
-/// Plugged in by `device_add`, it is what the command line makes.
+/// A drive plugged in by `device_add` is what the command line makes.
 #[test]
 fn a_scsi_drive_is_the_same_when_it_is_plugged_in() {
     let text = "name = 'db'\nmemory = '64M'\nvcpus = 1\n\

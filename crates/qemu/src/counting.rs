@@ -33,10 +33,10 @@ const CPU: Layout = Layout { name: "cpu", version: 12, length: 1817 };
 /// The real-time clock's fields that are times: two of the periodic interrupt, the last
 /// update, the next one, and the alarm.
 const RTC_TIMES: [usize; 5] = [157, 165, 213, 229, 237];
-/// What is added to the processor's time stamp counter.
+/// Offset of the field that is added to the processor's time stamp counter.
 const TSC_OFFSET: usize = 896;
 
-/// It does not look as it does in the builds that were proven.
+/// The device state does not look as it does in the builds that were proven.
 #[derive(Debug, thiserror::Error)]
 #[error("QEMU's device state has no section {0:?} of the kind that is known")]
 pub struct UnknownState(&'static str);
@@ -73,7 +73,8 @@ pub fn count_instructions(
     Ok(())
 }
 
-/// Where the section's fields begin. There must be one of its name, version and length.
+/// The offset at which the section's fields begin. There must be one of its name, version and
+/// length.
 fn find(state: &[u8], layout: &Layout) -> Result<usize, UnknownState> {
     let name = [&[layout.name.len() as u8], layout.name.as_bytes()].concat();
     let begins = |at: &usize| -> bool {

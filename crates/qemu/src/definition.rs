@@ -1,5 +1,6 @@
 //! VM definitions: what a user writes about a VM, in TOML.
 
+mod checked;
 mod extra_args;
 mod foreign;
 mod memory_size;
@@ -7,6 +8,7 @@ mod parse;
 mod pci_place;
 mod validate;
 
+pub use checked::{CheckedDefinition, Problems};
 pub use foreign::{BootFilesDiffer, ForeignDefinition};
 pub use memory_size::{MemorySize, MemorySizeError};
 pub use parse::{DefinitionError, LocatedProblem};
@@ -30,14 +32,14 @@ pub struct VmDefinition {
     pub memory: MemorySize,
     /// Virtual CPUs, 1 to 255.
     pub vcpus: u32,
-    /// How the guest sees its virtual CPUs; a socket for each when absent.
+    /// Topology of the virtual CPUs that the guest sees; a socket for each when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub topology: Option<Topology>,
     /// QEMU's machine type, without or with version: `pc`, `q35`, `pc-q35-10.0`.
     /// `pc` by default: the device state of `q35` takes twice as long to save.
     #[serde(default = "default_machine")]
     pub machine: String,
-    /// What executes the guest's instructions.
+    /// Accelerator that executes the guest's instructions.
     #[serde(default)]
     pub accel: AcceleratorChoice,
     /// QEMU's CPU model; its default, the same on every host, when absent.
@@ -66,7 +68,8 @@ pub struct VmDefinition {
     /// The kernel's command line.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub append: Option<String>,
-    /// How the guest's drivers talk to virtio devices; see [`VmDefinition::virtio_interface`].
+    /// Interface by which the guest's drivers talk to virtio devices; see
+    /// [`VmDefinition::virtio_interface`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub virtio: Option<VirtioInterface>,
     /// Whether the guest's first serial port is a unix socket of the host.
@@ -100,13 +103,13 @@ pub struct VmDefinition {
     /// Network cards, in the order of the guest's bus.
     #[serde(default, rename = "card", skip_serializing_if = "Vec::is_empty")]
     pub cards: Vec<CardDefinition>,
-    /// When to checkpoint; the host's default when absent.
+    /// Policy of when to checkpoint; the host's default when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub policy: Option<Policy>,
 }
 
 impl Topology {
-    /// How many virtual CPUs it describes; none if they are too many to count.
+    /// The number of virtual CPUs that it describes; none if they are too many to count.
     pub fn vcpus(&self) -> Option<u32> {
         let of_each = [self.dies, self.cores, self.threads];
         of_each.iter().try_fold(self.sockets, |product, &n| product.checked_mul(n))
@@ -119,10 +122,10 @@ impl Topology {
 pub struct DiskDefinition {
     /// The image file.
     pub path: PathBuf,
-    /// How the image file is to be read; never guessed from its contents, which
+    /// Format as which the image file is to be read; never guessed from its contents, which
     /// the guest controls.
     pub format: DiskFormat,
-    /// How the guest sees the disk.
+    /// Bus on which the guest sees the disk.
     #[serde(default)]
     pub bus: DiskBus,
     /// Whether it is a CD-ROM in its drive, which the guest cannot write.
@@ -135,10 +138,10 @@ pub struct DiskDefinition {
     /// it; by it hosts tell whether they have the same one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub medium_hash: Option<String>,
-    /// What the guest reads as the disk's serial number.
+    /// The disk's serial number, as the guest reads it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub serial: Option<String>,
-    /// Where a virtio disk is on the guest's PCI buses; chosen by its number when absent.
+    /// Place of a virtio disk on the guest's PCI buses; chosen by its number when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub pci: Option<PciPlace>,
@@ -174,7 +177,7 @@ impl CardDefinition {
         CardDefinition { mac, bridge, vlan: None, vlans: None, model, mtu: None, pci: None }
     }
 
-    /// What its port at the bridge carries.
+    /// The VLANs that its port at the bridge carries.
     pub fn vlans(&self) -> Vlans {
         Vlans { access: self.vlan, trunk: self.vlans.clone().unwrap_or_default() }
     }
@@ -240,11 +243,11 @@ impl VmDefinition {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct EmptyCdrom {
-    /// How the guest sees the drive.
+    /// Bus on which the guest sees the drive.
     pub bus: DiskBus,
 }
 
-/// How the guest sees its virtual CPUs: the product of all is how many there are.
+/// Topology of the virtual CPUs that the guest sees: the product of all is how many there are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Topology {
@@ -260,7 +263,7 @@ pub struct Topology {
     pub threads: u32,
 }
 
-/// How an image file is to be read.
+/// Format as which an image file is to be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum DiskFormat {
@@ -270,7 +273,7 @@ pub enum DiskFormat {
     Qcow2,
 }
 
-/// How the guest sees a disk.
+/// Bus on which the guest sees a disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum DiskBus {
@@ -311,19 +314,19 @@ pub struct CardDefinition {
     /// choice when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mtu: Option<u16>,
-    /// Where it is on the guest's PCI buses; chosen by its number when absent.
+    /// Place of the card on the guest's PCI buses; chosen by its number when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub pci: Option<PciPlace>,
 }
 
-/// How the guest talks to its TPM.
+/// Interface by which the guest talks to its TPM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum TpmModel {
-    /// By command and response buffers: what systems of today expect.
+    /// Command and response buffers: what systems of today expect.
     Crb,
-    /// As a chip on the LPC bus.
+    /// A chip on the LPC bus.
     Tis,
 }
 
@@ -345,7 +348,7 @@ pub enum CardModel {
     Rtl8139,
 }
 
-/// What the user wants to execute the guest's instructions.
+/// Accelerator that the user wants to execute the guest's instructions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum AcceleratorChoice {
@@ -358,14 +361,14 @@ pub enum AcceleratorChoice {
     Kvm,
 }
 
-/// How the guest's drivers talk to virtio devices.
+/// Interface by which the guest's drivers talk to virtio devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum VirtioInterface {
-    /// As before virtio 1.0; every common guest still can. A checkpoint is shorter
+    /// The interface as before virtio 1.0; every common guest still can. A checkpoint is shorter
     /// by about a millisecond for each device.
     Legacy,
-    /// As since virtio 1.0, for guests without drivers for the other.
+    /// The interface as since virtio 1.0, for guests without drivers for the other.
     Modern,
 }
 
@@ -373,7 +376,7 @@ pub enum VirtioInterface {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Vga {
-    /// None.
+    /// No video card.
     #[default]
     None,
     /// Bochs VBE.

@@ -10,13 +10,13 @@ use understudy_agent_protocol::{DirtyOutcome, DirtyWish, PAGES_PER_WORD};
 /// A RAM block whose writes are to be logged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoggedBlock {
-    /// Where it begins in QEMU.
+    /// Address at which it begins in QEMU.
     pub address: u64,
     /// Its pages.
     pub pages: u64,
 }
 
-/// Why QEMU keeps no dirty log, or why it failed.
+/// The reason why QEMU keeps no dirty log, or why it failed.
 #[derive(Debug, thiserror::Error)]
 pub enum DirtyLogError {
     /// This QEMU, or this machine, has none; nothing has changed.

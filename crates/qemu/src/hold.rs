@@ -4,13 +4,13 @@ use crate::lockstep::{LockstepError, LogChannel, Request};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How often is looked whether the machine stands still.
+/// Time between two looks whether the machine stands still.
 const LOOK_INTERVAL: Duration = Duration::from_micros(50);
 
-/// Where a machine stands still, as its agent says.
+/// The point at which a machine stands still, as its agent says.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Held {
-    /// Of the hold, among those of this QEMU.
+    /// Number of the hold, among those of this QEMU.
     pub number: u64,
     /// Bytes of log, since it was attached, that lead there.
     pub position: u64,
@@ -47,7 +47,7 @@ impl LogChannel {
 }
 
 impl Hold<'_> {
-    /// Where the machine stands still.
+    /// The point at which the machine stands still.
     pub fn at(&self) -> Held {
         self.at
     }

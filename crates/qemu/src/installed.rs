@@ -25,7 +25,8 @@ impl Installed {
         Installed { program: program.to_owned(), mark: mark(program) }
     }
 
-    /// Why nothing may be started in it any more, for people: what is known of it was another's.
+    /// The reason why nothing may be started in it any more, for people: what is known of it was
+    /// another's.
     pub fn obstacle(&self) -> Option<String> {
         let program = self.program.display();
         match mark(&self.program) {

@@ -1,4 +1,4 @@
-//! What KVM is worth on this machine, and what to do where it is worth less than it could be.
+//! The worth of KVM on this machine, and what to do where it is worth less than it could be.
 
 use crate::capabilities::Accelerator;
 use crate::definition::AcceleratorChoice;
@@ -9,25 +9,25 @@ use std::path::Path;
 /// The device.
 const DEVICE: &str = "/dev/kvm";
 
-/// What KVM is worth here.
+/// The worth of KVM here.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Kvm {
-    /// It runs guests at the processor's speed.
+    /// KVM runs guests at the processor's speed.
     Works,
-    /// It runs guests, and more slowly than it could.
+    /// KVM runs guests, and more slowly than it could.
     Slow(Obstacle),
-    /// It runs no ordinary guest.
+    /// KVM runs no ordinary guest.
     Useless(Obstacle),
-    /// There is none, or it cannot be opened.
+    /// KVM is not there, or cannot be opened.
     Absent(Obstacle),
 }
 
-/// What is in the way, and what to do about it.
+/// An obstacle in the way, and what to do about it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Obstacle {
-    /// What was found.
+    /// The thing that was found.
     pub what: String,
-    /// What to do.
+    /// The thing to do.
     pub remedy: String,
 }
 
@@ -51,7 +51,7 @@ const EXTENSIONS: [Extension; 2] = [
     Extension { flag: "svm", module: "kvm_amd", nested_paging: "npt" },
 ];
 
-/// What the verdict is made of.
+/// The facts that the verdict is made of.
 struct Facts<'a> {
     /// Opening the device.
     device: Result<(), io::Error>,
@@ -115,7 +115,7 @@ impl Kvm {
         matches!(self, Kvm::Works | Kvm::Slow(_))
     }
 
-    /// What is in the way, if anything is.
+    /// The obstacle in the way, if there is one.
     pub fn obstacle(&self) -> Option<&Obstacle> {
         match self {
             Kvm::Works => None,
@@ -123,8 +123,8 @@ impl Kvm {
         }
     }
 
-    /// Why a guest that runs on `accelerator` is slower than its definition's `choice` let hope;
-    /// none if it is as fast as was asked for.
+    /// The reason why a guest that runs on `accelerator` is slower than its definition's `choice`
+    /// let hope; none if it is as fast as was asked for.
     pub fn slowness(&self, choice: AcceleratorChoice, accelerator: Accelerator) -> Option<String> {
         let Some(Obstacle { what, remedy }) = self.obstacle() else {
             let chosen = choice == AcceleratorChoice::Tcg || accelerator == Accelerator::Kvm;
@@ -145,7 +145,7 @@ impl Kvm {
     }
 }
 
-/// What to do where the processor offers nothing.
+/// The remedy where the processor offers nothing.
 fn no_extension(in_vm: bool) -> String {
     if in_vm {
         "this machine is a VM itself: have its host pass virtualization on (nested=1 for the \
@@ -156,8 +156,8 @@ fn no_extension(in_vm: bool) -> String {
     }
 }
 
-/// Without nested paging KVM shadows the guest's page tables, and each of the guest's own changes
-/// of them costs an exit.
+/// The verdict by nested paging: without it KVM shadows the guest's page tables, and each of the
+/// guest's own changes of them costs an exit.
 fn nested_paging(extension: Extension, parameter: Option<String>) -> Kvm {
     let Extension { module, nested_paging, .. } = extension;
     match parameter.as_deref().map(str::trim) {

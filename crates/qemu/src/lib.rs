@@ -45,7 +45,7 @@ pub use build_id::{build_id, peer_obstacle};
 pub use capabilities::{Accelerator, Capabilities};
 pub use clock::{ClockBase, TickRate};
 pub use command::{Resources, Role, command_line};
-pub use definition::{DefinitionError, VmDefinition};
+pub use definition::{CheckedDefinition, DefinitionError, VmDefinition};
 pub use installed::Installed;
 pub use kvm::{Kvm, Obstacle};
 pub use pause::AgentPauser;

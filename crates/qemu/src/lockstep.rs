@@ -41,8 +41,8 @@ pub(crate) const ICOUNT_SHIFT: u32 = 1;
 /// Room for log between QEMU and the daemon, in bytes.
 const SOCKET_BUFFER_BYTES: usize = 1 << 20;
 
-/// Why this VM cannot run in lockstep, for people; empty if it can. Each is followed by what
-/// to do: `--mode checkpoint` works with all of them.
+/// The reasons why this VM cannot run in lockstep, for people; empty if it can. Each is followed by
+/// what to do: `--mode checkpoint` works with all of them.
 pub fn obstacles(
     vm: &VmDefinition,
     accelerator: Accelerator,
@@ -91,9 +91,9 @@ pub fn obstacles(
     found
 }
 
-/// Why a QEMU that runs cannot be in lockstep, as the agent inside found; none if it can. Its
-/// version, which [`obstacles`] checks, says what it does; this, whether it was built so that
-/// the agent can steer it.
+/// The reason why a QEMU that runs cannot be in lockstep, as the agent inside found; none if it
+/// can. Its version, which [`obstacles`] checks, says what it does; this, whether it was built so
+/// that the agent can steer it.
 pub fn build_obstacle(hello: &Hello) -> Option<String> {
     let what = hello.missing.as_ref().or(hello.missing_for_lockstep.as_ref())?;
     Some(format!(
@@ -106,7 +106,7 @@ pub fn build_obstacle(hello: &Hello) -> Option<String> {
 /// The agent did not do what it was asked for.
 #[derive(Debug, thiserror::Error)]
 pub enum LockstepError {
-    /// It cannot, in this role.
+    /// The agent cannot do it in this role.
     #[error("QEMU's agent refused to {0:?}")]
     Refused(Request),
     /// QEMU has ended, or hangs.
@@ -123,12 +123,12 @@ pub struct LogEnds {
 }
 
 impl LogEnds {
-    /// For [`crate::process::Launch::inherit`].
+    /// The descriptors for [`crate::process::Launch::inherit`].
     pub fn descriptors(&self) -> [BorrowedFd<'_>; 3] {
         [self.log.as_fd(), self.page.as_fd(), self.control.as_fd()]
     }
 
-    /// For [`crate::process::Launch::env`].
+    /// The variable for [`crate::process::Launch::env`].
     pub fn environment(&self, role: LogRole) -> (OsString, OsString) {
         let [log, page, control] = self.descriptors().map(|fd| fd.as_raw_fd());
         (LOCKSTEP_VARIABLE.into(), format!("{},{log},{page},{control}", role.name()).into())
@@ -141,12 +141,12 @@ pub struct LogChannel {
     /// The log itself.
     pub log: UnixStream,
     page: Page,
-    /// One request at a time.
+    /// Connection to the agent, for one request at a time.
     control: Mutex<UnixStream>,
 }
 
 impl LogChannel {
-    /// New ones; `timeout` is for each answer of the agent's.
+    /// Creates both ends; `timeout` is for each answer of the agent's.
     pub fn create(timeout: Duration) -> io::Result<(LogChannel, LogEnds)> {
         let (log, qemus_log) = UnixStream::pair()?;
         for end in [&log, &qemus_log] {
@@ -212,24 +212,24 @@ impl LogChannel {
         }
     }
 
-    /// Where QEMU stands still for [`LogChannel::hold`], if it does.
+    /// The point at which QEMU stands still for [`LogChannel::hold`], if it does.
     pub(crate) fn held(&self) -> Option<Held> {
         self.page.held()
     }
 
-    /// What QEMU shows of its work.
+    /// The status of its work that QEMU shows.
     pub fn status(&self) -> LogStatus {
         self.page.read()
     }
 }
 
-/// What QEMU shows of its work without being asked.
+/// The status of its work that QEMU shows without being asked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LogStatus {
     /// Primary: bytes of log that it has written and that have left it. Backup: bytes that
     /// it has taken; a millisecond old.
     pub position: u64,
-    /// It stands still for the log: no room, or none left.
+    /// Whether it stands still for the log: no room, or none left.
     pub is_blocked: bool,
     /// Nanoseconds that it stood still until now, without this time.
     pub blocked: u64,

@@ -25,16 +25,16 @@ use understudy_threads::{Mutex, MutexGuard};
 /// What a function of QEMU does, and with which arguments, may change with any other.
 const PROVEN: [(u32, u32); 1] = [(10, 0)];
 
-/// How often to see whether QEMU lives while it is waited for.
+/// Time between two looks whether QEMU lives while it is waited for.
 pub(crate) const GLANCE: Duration = Duration::from_millis(20);
 
-/// What the agent is to do first.
+/// The first thing that the agent is to do.
 const STOP: &str = "stop the guest";
 
 /// A device state is some 30 KiB; what says that it is larger than this is no sane QEMU.
 const MOST_STATE_BYTES: u64 = 64 << 20;
 
-/// Why a pause through the agent failed. QEMU is of no more use.
+/// The reason why a pause through the agent failed. QEMU is of no more use.
 #[derive(Debug, thiserror::Error)]
 pub enum PauseError {
     /// QEMU ended; [`crate::Qemu::wait`] knows why.
@@ -43,7 +43,7 @@ pub enum PauseError {
     /// No answer in time.
     #[error("QEMU's main loop did not {what} within {} ms", after.as_millis())]
     Silent {
-        /// What was waited for.
+        /// The step that was waited for.
         what: &'static str,
         /// The time given.
         after: Duration,
@@ -51,7 +51,7 @@ pub enum PauseError {
     /// An answer that does not belong here.
     #[error("QEMU's agent gave answer {answer} when it was to {what}")]
     Answer {
-        /// What was waited for.
+        /// The step that was waited for.
         what: &'static str,
         /// The answer's number.
         answer: u32,
@@ -80,7 +80,7 @@ pub fn is_proven(version: QemuVersion) -> bool {
     PROVEN.contains(&(version.major, version.minor))
 }
 
-/// Why the agent cannot pause this QEMU, for people; none if it can.
+/// The reason why the agent cannot pause this QEMU, for people; none if it can.
 pub fn obstacle(version: QemuVersion, hello: &Hello) -> Option<String> {
     if !is_proven(version) {
         return Some(format!("pauses by the agent are not proven with QEMU {version}"));
@@ -99,9 +99,9 @@ pub struct AgentPauser {
     timeout: Duration,
     /// Number of the last probe.
     probe: AtomicU32,
-    /// What the dirty log is about, if this machine has one.
+    /// The blocks that the dirty log is about, if this machine has one.
     blocks: Vec<LoggedBlock>,
-    /// Held while the dirty log is asked for something.
+    /// Lock, held while the dirty log is asked for something.
     dirty_log: Mutex<()>,
 }
 
@@ -158,8 +158,8 @@ impl AgentPauser {
         Ok([self.page.memfd.try_clone()?, self.bell.try_clone()?])
     }
 
-    /// One that another process has armed, with the same blocks; no pause was under way when it
-    /// died.
+    /// Adopts one that another process has armed, with the same blocks; no pause was under way when
+    /// it died.
     pub fn adopt(
         [page, bell]: [OwnedFd; 2],
         socket: BorrowedFd<'_>,
@@ -170,6 +170,10 @@ impl AgentPauser {
         let pauser = AgentPauser::of(page, bell, socket, timeout, blocks)?;
         // Numbers go on where the process before left off.
         pauser.probe.store(pauser.page.echo.load(Ordering::Acquire), Ordering::Relaxed);
+        // A process of an older version may have left the order of a pause that was refused.
+        if pauser.page.answer.get() == Answer::Refused as u32 {
+            pauser.page.give(Order::Stay);
+        }
         Ok(pauser)
     }
 
@@ -180,8 +184,8 @@ impl AgentPauser {
         self.page.taken.store(monotonic().saturating_sub(age), Ordering::Release);
     }
 
-    /// When the agent heard of the last pause, had stopped the guest, saved its state and let it
-    /// run again: nanoseconds of `CLOCK_MONOTONIC`.
+    /// The times at which the agent heard of the last pause, had stopped the guest, saved its state
+    /// and let it run again: nanoseconds of `CLOCK_MONOTONIC`.
     pub fn stamps(&self) -> [u64; 4] {
         let stamp = |answer: Answer| self.page.stamps[answer as usize].load(Ordering::Relaxed);
         [Answer::None, Answer::Stopped, Answer::Saved, Answer::Running].map(stamp)
@@ -193,7 +197,7 @@ impl AgentPauser {
         self.page.writes_back.store(u32::from(kept), Ordering::Relaxed);
     }
 
-    /// What the dirty log is about; nothing if this machine has none.
+    /// The blocks that the dirty log is about; nothing if this machine has none.
     pub fn blocks(&self) -> &[LoggedBlock] {
         &self.blocks
     }
@@ -315,6 +319,8 @@ impl<'p> AgentPause<'p> {
         match answer {
             Answer::Refused => {
                 self.is_due = false;
+                // The next ring of the bell, for a probe or the log, would be one for a pause.
+                self.pauser.page.give(Order::Stay);
                 Ok(None)
             }
             // It may be further by now.
@@ -337,7 +343,7 @@ impl<'p> AgentPause<'p> {
         }
     }
 
-    /// After [`AgentPause::saved`]: the bytes of log that had passed the agent where the log
+    /// The bytes of log, after [`AgentPause::saved`], that had passed the agent where the log
     /// begins ([`LogErrand::Attach`]) or ends ([`LogErrand::Detach`]).
     pub fn log_position(&self) -> u64 {
         self.pauser.page.log_position.load(Ordering::Relaxed)

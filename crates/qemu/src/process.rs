@@ -21,19 +21,19 @@ use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 use understudy_threads::{Mutex, MutexGuard};
 
-/// How much of the end of QEMU's messages goes into an error, in bytes.
+/// Bytes of the end of QEMU's messages that go into an error.
 const TAIL_BYTES: u64 = 2048;
 
-/// Added to the share of memory, in thousandths, by which the kernel chooses what to end.
+/// Number added to the share of memory, in thousandths, by which the kernel chooses what to end.
 const QEMU_OOM_SCORE: &[u8] = b"300";
 
-/// How to start QEMU.
+/// The way to start QEMU.
 pub struct Launch<'a> {
     /// The program: a path, or a name to look for in `PATH`.
     pub binary: &'a Path,
     /// Its arguments, from [`crate::command_line`].
     pub args: &'a [OsString],
-    /// Added to the daemon's environment: the agent's `LD_PRELOAD` and
+    /// Variables added to the daemon's environment: the agent's `LD_PRELOAD` and
     /// `UNDERSTUDY_AGENT`.
     pub env: &'a [(OsString, OsString)],
     /// Descriptors that QEMU inherits, under the numbers that they have here.
@@ -45,8 +45,8 @@ pub struct Launch<'a> {
     pub directory: Option<&'a Path>,
     /// User that it runs as; this process's own if there is none.
     pub user: Option<User>,
-    /// How many files it may have open; as many as this process without. Those that it inherits may have
-    /// higher numbers.
+    /// Number of files that it may have open; as many as this process without. Those that it
+    /// inherits may have higher numbers.
     pub descriptors: Option<u64>,
 }
 
@@ -82,7 +82,7 @@ pub enum LaunchError {
     Watch(io::Error),
 }
 
-/// How QEMU ended.
+/// The end of a QEMU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exit {
     /// Exit code or signal; only its parent is told.
@@ -109,7 +109,7 @@ impl std::fmt::Display for Exit {
 /// Its descriptor (`AsFd`) is a pidfd: it polls readable once QEMU has ended.
 #[derive(Debug)]
 pub struct Qemu {
-    /// None if another process has started it.
+    /// The process as a child; none if another process has started it.
     child: Option<Mutex<Child>>,
     pid: u32,
     pidfd: OwnedFd,
@@ -178,7 +178,7 @@ impl Qemu {
         Qemu { child: None, pid, pidfd, log, log_start }
     }
 
-    /// Where its last words begin in its log.
+    /// The offset at which its last words begin in its log.
     pub fn log_start(&self) -> u64 {
         self.log_start
     }
@@ -193,7 +193,7 @@ impl Qemu {
         self.pid
     }
 
-    /// How QEMU ended, if it has.
+    /// The end of QEMU, if it has ended.
     pub fn try_wait(&self) -> io::Result<Option<Exit>> {
         let ended = match &self.child {
             Some(child) => lock(child).try_wait()?.map(Some),
@@ -288,7 +288,7 @@ pub fn signal(pidfd: BorrowedFd<'_>, signal: Signal) -> io::Result<()> {
     Errno::result(result).map(drop).map_err(io::Error::from)
 }
 
-/// When memory runs out, the kernel is to end this process before the daemon: one VM's backup takes
+/// Has the kernel end this process before the daemon when memory runs out: one VM's backup takes
 /// over then, instead of all VMs'. Only system calls, for use between fork and exec.
 fn be_expendable() {
     use nix::fcntl::{OFlag, open};
@@ -299,8 +299,8 @@ fn be_expendable() {
     }
 }
 
-/// For good: no process without rights can raise it again. Only system calls, for use between fork
-/// and exec.
+/// Limits the descriptors for good: no process without rights can raise it again. Only system
+/// calls, for use between fork and exec.
 fn limit_descriptors(most: u64) -> io::Result<()> {
     let (_, allowed) = getrlimit(Resource::RLIMIT_NOFILE)?;
     let most = most.min(allowed);

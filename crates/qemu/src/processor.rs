@@ -22,10 +22,10 @@ pub const KVM_BASELINE: &str = "Westmere,vme=off";
 /// Features that let a guest run guests of its own.
 const NESTED: [&str; 2] = ["vmx", "svm"];
 
-/// What a guest needs of a host's processor.
+/// The needs of a guest of a host's processor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuNeeds {
-    /// What executes it.
+    /// The accelerator that executes it.
     pub accelerator: Accelerator,
     /// Its model, with flags, as QEMU takes it; none on TCG, where QEMU's default does.
     pub model: Option<String>,
@@ -35,7 +35,7 @@ pub struct CpuNeeds {
 }
 
 impl CpuNeeds {
-    /// What a definition's guest needs on this accelerator.
+    /// The needs of a definition's guest on this accelerator.
     pub fn of(definition: &VmDefinition, accelerator: Accelerator) -> CpuNeeds {
         let model = cpu_model(definition, accelerator).map(str::to_owned);
         CpuNeeds { accelerator, model, tsc: None }
@@ -61,10 +61,10 @@ pub fn nesting(model: &str) -> Option<&str> {
     flags(model).find(|(flag, on)| *on && NESTED.contains(flag)).map(|(flag, _)| flag)
 }
 
-/// What KVM offers of this host's processor.
+/// The features that KVM offers of this host's processor.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvmProcessor {
-    /// By model: what it promises and this processor lacks.
+    /// Features by model that it promises and this processor lacks.
     lacks: BTreeMap<String, Vec<String>>,
     /// All that it can offer.
     features: BTreeSet<String>,
@@ -84,7 +84,7 @@ impl KvmProcessor {
         })
     }
 
-    /// What a guest needs and this processor lacks.
+    /// The features that a guest needs and this processor lacks.
     pub fn missing(&self, needs: &CpuNeeds) -> Vec<String> {
         let Some(model) = needs.model.as_deref() else { return Vec::new() };
         let flags: BTreeMap<&str, bool> = flags(model).collect();

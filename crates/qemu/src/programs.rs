@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 const AGENT_FILE: &str = "libunderstudy_agent.so";
 const QEMU: &str = "qemu-system-x86_64";
 
-/// What is not there: where it was looked for, and what to do.
+/// A missing program: where it was looked for, and what to do.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Missing(pub String);

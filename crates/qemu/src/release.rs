@@ -17,9 +17,9 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::path::Path;
 use std::time::Duration;
 
-/// How long QEMU may take to print it.
+/// Time that QEMU may take to print it.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// Far more than it prints: some 800 kB.
+/// The most bytes that it may print: far more than it does, some 800 kB.
 const MOST_BYTES: u64 = 64 << 20;
 
 /// A digest of how a QEMU's devices write their state.
@@ -94,7 +94,7 @@ pub struct Release {
     /// Its version.
     #[serde(rename = "qemu_version", with = "as_text")]
     pub version: QemuVersion,
-    /// How its devices write their state, if it says so.
+    /// The layout in which its devices write their state, if it says so.
     #[serde(rename = "qemu_layout", default, skip_serializing_if = "Option::is_none")]
     pub layout: Option<StateLayout>,
 }
@@ -114,14 +114,14 @@ mod as_text {
     }
 }
 
-/// Why a QEMU is not known to read another one's device state; for people.
+/// The reason why a QEMU is not known to read another one's device state; for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Unlike {
-    /// They are of two series.
+    /// The two are of two series.
     Series,
-    /// They are of one series, and write it in two ways.
+    /// The two are of one series, and write it in two ways.
     Layout,
-    /// At least one of them does not say how it writes it.
+    /// One of them at least does not say how it writes it.
     Unknown,
 }
 

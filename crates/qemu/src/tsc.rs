@@ -33,7 +33,7 @@ impl fmt::Display for TscRate {
     }
 }
 
-/// What this host's KVM does for a guest's counter.
+/// The help of this host's KVM for a guest's counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostTsc {
     /// The rate of the processor's own.

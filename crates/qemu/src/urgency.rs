@@ -12,16 +12,16 @@ use nix::errno::Errno;
 use nix::libc;
 use std::{fs, io};
 
-/// Any real-time priority is above all ordinary threads.
+/// The real-time priority: any is above all ordinary threads.
 const PRIORITY: libc::c_int = 2;
 
 /// A vCPU runs on until somebody gets to stop it, so that must be able to.
 const VCPU_PRIORITY: libc::c_int = 1;
 
-/// What QEMU calls its vCPU threads: `CPU 0/KVM`, or one for all vCPUs.
+/// The beginnings of QEMU's names for its vCPU threads: `CPU 0/KVM`, or one for all vCPUs.
 pub const VCPU_NAMES: [&str; 2] = ["CPU ", "ALL CPUs"];
 
-/// What `-name …,debug-threads=on` calls the thread that reads the monitors.
+/// The name that `-name …,debug-threads=on` gives the thread that reads the monitors.
 const MONITOR_THREAD: &str = "IO mon_iothread";
 
 /// The threads that share the work of a pause.
@@ -97,7 +97,7 @@ fn has_ordinary_policy(tid: libc::pid_t) -> bool {
     unsafe { libc::sched_getscheduler(tid) & !libc::SCHED_RESET_ON_FORK == libc::SCHED_OTHER }
 }
 
-/// While it lives, the threads of an [`Urgency`] are urgent.
+/// Keeps the threads of an [`Urgency`] urgent while it lives.
 #[must_use = "the threads are urgent until it is dropped"]
 #[derive(Debug)]
 pub struct Urgent<'a>(&'a Urgency);

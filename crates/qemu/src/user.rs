@@ -1,4 +1,4 @@
-//! Who a QEMU runs as: never root, and by default a user that nobody else is.
+//! The user that a QEMU runs as: never root, and by default a user that nobody else is.
 //!
 //! A guest that breaks out of its QEMU finds a process without capabilities that
 //! owns nothing but its own memory, sockets and directory. What it needs of the
@@ -23,7 +23,8 @@ const FIRST_UNUSED: u32 = 0x7000_0000;
 /// Numbers of one daemon or keeper, and how many of them are told apart by the end of their process's number.
 const NUMBERS: u32 = 1 << 12;
 const DAEMONS: u32 = 1 << 16;
-/// Those that only its beginning tells apart begin so many numbers apart: Linux has 64 beginnings.
+/// The numbers between the first ones of those that only its beginning tells apart: Linux has 64
+/// beginnings.
 const STRIDE: u32 = NUMBERS / 64;
 
 /// Permission of everybody to read.
@@ -32,7 +33,7 @@ const OTHERS_READ: u32 = 0o004;
 /// User that the QEMUs of a host run as.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum RunAs {
-    /// Each as a user of its own, a number without a name; as this process's user
+    /// Every one as a user of its own, a number without a name; as this process's user
     /// if that is not root, and has no others to give.
     #[default]
     OwnNumber,
@@ -50,16 +51,16 @@ pub struct User {
 /// A user that QEMU cannot run as.
 #[derive(Debug, thiserror::Error)]
 pub enum UserError {
-    /// There is none of that name.
+    /// No user has that name.
     #[error(
         "there is no user \"{0}\" on this host: create it (`useradd --system {0}`), or leave it \
          out, so that each QEMU runs as a user of its own"
     )]
     Unknown(String),
-    /// It is root.
+    /// The user is root.
     #[error("\"{0}\" is root: QEMU is to run without its rights")]
     Root(String),
-    /// This process may not become it.
+    /// The user is one that this process may not become.
     #[error("only root can run QEMU as \"{0}\": run the daemon as root, or leave the user out")]
     NotAllowed(String),
     /// The system's database cannot be read.
@@ -160,7 +161,7 @@ pub fn path_in_qemu(descriptor: i32) -> PathBuf {
     format!("/proc/self/fd/{descriptor}").into()
 }
 
-/// Between fork and exec: enters `directory`, which the user need not be able to
+/// Enters, between fork and exec, `directory`, which the user need not be able to
 /// reach, then becomes the user for good.
 pub(crate) fn become_user(directory: Option<BorrowedFd<'_>>, user: Option<User>) -> io::Result<()> {
     let check = |result: libc::c_int| match result {

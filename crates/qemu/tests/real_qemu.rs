@@ -1,4 +1,4 @@
-//! Against the installed QEMU, under TCG, with a boot sector for a guest.
+//! Tests against the installed QEMU, under TCG, with a boot sector for a guest.
 
 mod common;
 
@@ -68,7 +68,7 @@ fn a_qemu_is_asked_once_until_something_changes() {
     assert!(!ask(Some(&kept)), "a script is asked each time, and nothing of it is kept");
 }
 
-/// After 'A' comes 'B', after 'P' comes 'A'.
+/// The letter that comes next: after 'A' comes 'B', after 'P' comes 'A'.
 fn successor(letter: u8) -> u8 {
     b'A' + (letter - b'A' + 1) % 16
 }
@@ -143,8 +143,8 @@ fn reboots(vm: &mut Vm) {
     vm.await_boot();
 }
 
-/// As a daemon finds them that goes on for one that died: half a command is written, and an
-/// answer unread.
+/// The monitors are as a daemon finds them that goes on for one that died: half a command is
+/// written, and an answer unread.
 #[test]
 fn monitors_of_another_process_are_taken_over_in_the_midst_of_a_command() {
     use std::io::Write;

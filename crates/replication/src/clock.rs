@@ -4,7 +4,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 use understudy_protocol::Time;
 
-/// So that times before the first call can be said.
+/// Time before the first call that can be told.
 const HEAD_START: Duration = Duration::from_secs(60);
 
 /// The monotonic time since the daemon's first call.

@@ -1,11 +1,11 @@
-//! What a host that lost a VM and keeps its guest asks the winner, and is told.
+//! The question of a host that lost a VM and keeps its guest to the winner, and its answer.
 
 use crate::membership::Membership;
 use serde::{Deserialize, Serialize};
 use understudy_protocol::{Generation, HostName};
 use understudy_session::hand_back::WinnersWord;
 
-/// What the winner says, as it travels.
+/// The word of the winner, as it travels.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct SaidByWinner {
     runs: Option<Generation>,

@@ -1,4 +1,4 @@
-//! What two hosts say to each other before the first byte of a VM moves.
+//! The messages of two hosts to each other before the first byte of a VM moves.
 
 use crate::membership::Membership;
 use crate::resync::Resync;
@@ -22,7 +22,7 @@ use understudy_qemu::tsc::TscRate;
 use understudy_qemu::{Accelerator, ClockBase, CpuNeeds, Release};
 use understudy_report::{DiskReads, Mode, ProtectRequest};
 
-/// How long a connection to a peer may take.
+/// Time that a connection to a peer may take.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The paths that a peer may have.
@@ -41,36 +41,37 @@ pub struct Hello {
     pub product_version: String,
     /// The sender's host name.
     pub host: HostName,
-    /// What the connection is for.
+    /// Purpose of the connection.
     pub purpose: Purpose,
     /// The VM that it is about, if the sender can go on with a keeper of it ([`Kind::BeginAnew`]).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keeper_of: Option<VmName>,
 }
 
-/// What a connection is for.
+/// The purpose of a connection.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(tag = "purpose", rename_all = "kebab-case")]
 pub enum Purpose {
     /// Protect this VM; checkpoints follow.
     Protect(Box<Offer>),
-    /// What are this host's images of a VM? See `recover` of the daemon.
+    /// Tell what this host's images of a VM are. See `recover` of the daemon.
     Images {
         /// The VM's name.
         vm: VmName,
     },
-    /// Could this host back a VM up? See `survey` of the daemon.
+    /// Tell whether this host could back a VM up. See `survey` of the daemon.
     Survey {
         /// The VM's name.
         vm: VmName,
         /// Bytes of its memory.
         memory: u64,
-        /// What the guest needs of the host's processor.
+        /// The guest's needs of the host's processor.
         cpu: CpuNeeds,
         /// Its network cards.
         cards: Vec<CardDefinition>,
     },
-    /// Could this host execute the log of a QEMU of this build? See `admission` of the daemon.
+    /// Tell whether this host could execute the log of a QEMU of this build. See `admission` of the
+    /// daemon.
     MayFollow {
         /// The GNU build id; none if it has none.
         build: Option<String>,
@@ -89,7 +90,7 @@ pub enum Purpose {
     Clock,
     /// Orders and reports about snapshots and restores of groups follow.
     Group,
-    /// Could this host take members of a snapshot? See `snapshot` of the daemon.
+    /// Tell whether this host could take members of a snapshot. See `snapshot` of the daemon.
     MayRestore(understudy_cluster::messages::Question),
     /// The heartbeats of a session that was accepted on another connection.
     Heartbeat {
@@ -114,7 +115,7 @@ pub enum Purpose {
         session: String,
         /// The path that the connection takes.
         path: PathIndex,
-        /// How many of the backup's messages the primary has got.
+        /// Number of the backup's messages that the primary has got.
         received: Count,
     },
 }
@@ -163,13 +164,13 @@ pub struct Offer {
     /// Its build, by which lockstep tells whether both are the same.
     #[serde(default)]
     pub qemu_build: Option<String>,
-    /// How the backup is to keep up.
+    /// Mode in which the backup is to keep up.
     #[serde(default)]
     pub mode: Mode,
-    /// In lockstep: where the backup gets what its guest reads from its disks.
+    /// Source, in lockstep, from which the backup gets what its guest reads from its disks.
     #[serde(default)]
     pub disk_reads: DiskReads,
-    /// What the guest's clock showed first, if the primary's QEMU counts instructions: the
+    /// Base of the guest's clocks, if the primary's QEMU counts instructions: the
     /// backup's must too.
     #[serde(default)]
     pub clock: Option<ClockBase>,
@@ -194,7 +195,7 @@ pub struct Offer {
     pub paths: Vec<SocketAddr>,
     /// The path of this connection.
     pub path: PathIndex,
-    /// What the operator asked for; the backup does the same after a take-over.
+    /// Request of the operator; the backup does the same after a take-over.
     #[serde(default)]
     pub wish: Option<ProtectRequest>,
 }
@@ -211,13 +212,13 @@ pub struct GroupOffer {
 /// A file, or the beginning of one, that the backup's QEMU needs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct FileOffer {
-    /// What it is in the definition.
+    /// Role that it has in the definition.
     pub role: FileRole,
-    /// How many bytes of it follow.
+    /// Number of its bytes, which follow.
     pub bytes: u64,
 }
 
-/// What a file is in the definition.
+/// The role of a file in the definition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FileRole {
@@ -240,13 +241,13 @@ pub struct Welcome {
     /// The wire version that is used; none of version 17, which is.
     #[serde(default)]
     pub wire_version: Option<WireVersion>,
-    /// What the backup's own images lack, if they need not be copied in full.
+    /// Parts that the backup's own images lack, if they need not be copied in full.
     #[serde(default)]
     pub resync: Option<Resync>,
-    /// Why they must.
+    /// The reason why they must.
     #[serde(default)]
     pub full_because: String,
-    /// What the primary's users should know about the backup, if anything.
+    /// Note of what the primary's users should know about the backup, if anything.
     #[serde(default)]
     pub note: Option<String>,
 }
@@ -267,7 +268,7 @@ impl Welcome {
 /// The backup goes on with a session over a new connection.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Resumed {
-    /// How many of the primary's messages the backup has got.
+    /// Number of the primary's messages that the backup has got.
     pub received: Count,
 }
 
@@ -419,7 +420,7 @@ pub fn answer(link: &Link) -> anyhow::Result<Hello> {
     Ok(hello)
 }
 
-/// Why a hello is of a version that is not spoken here, if it is.
+/// The refusal of a hello of a version that is not spoken here, if it is.
 fn unspoken(hello: &serde_json::Value) -> Option<String> {
     let number =
         |field: &str| -> Option<WireVersion> { hello.get(field)?.as_u64()?.try_into().ok() };

@@ -1,4 +1,4 @@
-//! Which versions of the wire format are spoken with whom.
+//! Tests of which versions of the wire format are spoken with whom.
 
 use super::*;
 use serde_json::{Value, json};
@@ -95,7 +95,7 @@ fn keepers_are_offered_by_those_that_have_them_alone() {
     assert!(serde_json::from_value::<Hello>(offering).is_err());
 }
 
-/// What a dialler about a VM gets from a peer that has a keeper of it.
+/// The answer that a dialler about a VM gets from a peer that has a keeper of it.
 fn ask(keepers: bool) -> anyhow::Result<Welcome> {
     let listener = std::net::TcpListener::bind("127.0.0.1:0")?;
     let address = listener.local_addr()?;

@@ -29,10 +29,10 @@ use understudy_threads::spawn;
 /// first: it cannot tell the peer's silence from its own.
 const OWN_STALL: Duration = Duration::from_millis(50);
 
-/// Before a path that is down is dialled again.
+/// Time before a path that is down is dialled again.
 const REDIAL_PAUSE: Duration = Duration::from_millis(250);
 
-/// What a session does with its heartbeats. All calls return soon.
+/// The part of a session that handles its heartbeats. All calls return soon.
 pub trait Pulse: Send + Sync + 'static {
     /// The session's paths.
     fn paths(&self) -> &PathMonitor;
@@ -55,7 +55,7 @@ pub trait Pulse: Send + Sync + 'static {
     }
 }
 
-/// What a session's other threads have to do with its heart.
+/// The handle of a session's other threads on its heart.
 pub struct Heartbeats {
     news: (Sender<News>, Receiver<News>),
     /// Readable when there are news, or it is closed.
@@ -63,10 +63,10 @@ pub struct Heartbeats {
     closed: AtomicBool,
 }
 
-/// What has become of a path's connection.
+/// The fate of a path's connection.
 enum News {
     Connected(PathIndex, Link),
-    /// It could not be made, for this reason.
+    /// The connection could not be made, for this reason.
     Failed(PathIndex, String),
 }
 
@@ -150,7 +150,7 @@ pub fn start<P: Pulse>(
 struct Heart<P> {
     vm: VmName,
     session: Arc<P>,
-    /// Of each path.
+    /// The line of each path.
     lines: Vec<Line>,
     dial: Option<Dial>,
     next_beat: Instant,
@@ -283,8 +283,8 @@ impl<P: Pulse> Heart<P> {
     }
 }
 
-/// On a busy host a late heartbeat would look like a dead one. Where the system
-/// does not allow it, the session has said so already.
+/// Raises the priority: on a busy host a late heartbeat would look like a dead one. Where the
+/// system does not allow it, the session has said so already.
 fn be_punctual() {
     if let Err(error) = raise_this_thread() {
         debug!("no real-time priority for heartbeats: {error}");

@@ -17,10 +17,10 @@ use understudy_protocol::DiskIndex;
 use understudy_qemu::definition::DiskDefinition;
 use understudy_qemu::qmp::EjectError;
 
-/// What a drive without a medium is served, which its guest never sees.
+/// The bytes that a drive without a medium is served, which its guest never sees.
 const PLACEHOLDER_BYTES: u64 = 64 << 10;
 
-/// What a drive has from now on, as hosts tell each other.
+/// The medium that a drive has from now on, as hosts tell each other.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Medium {
     /// The drive.
@@ -32,7 +32,7 @@ pub struct Medium {
 /// A medium's file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MediumFile {
-    /// Where it is on every host.
+    /// Path of it on every host.
     pub path: PathBuf,
     /// BLAKE3 hash of what is in it.
     pub hash: String,
@@ -42,9 +42,9 @@ pub struct MediumFile {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MediumAnswer {
-    /// It can be put in.
+    /// The medium can be put in.
     Ready,
-    /// It cannot, and why.
+    /// The medium cannot be put in, for this reason.
     Refused(String),
 }
 

@@ -42,7 +42,7 @@ pub struct GroupMembers {
     pub vms: Vec<VmName>,
 }
 
-/// What a peer calls a [`Membership`].
+/// A [`Membership`], as a peer tells it.
 #[derive(Deserialize)]
 struct UncheckedMembership {
     name: Option<GroupName>,

@@ -2,7 +2,7 @@
 
 use understudy_protocol::VmName;
 
-/// With `strike=return(FILE)` the thread panics, once, whose role and VM that file names.
+/// Panics, once, with `strike=return(FILE)`, in the thread whose role and VM that file names.
 pub fn strike(_role: &str, _vm: &VmName) {
     fail::fail_point!("strike", |file| {
         let file = std::path::PathBuf::from(file.expect("return(FILE)"));

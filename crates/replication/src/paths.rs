@@ -10,7 +10,7 @@ use understudy_report::PathReport;
 use understudy_report::events::{EventKind, VmEvents};
 use understudy_threads::{Mutex, lock};
 
-/// What a session must do about its paths.
+/// A thing that a session must do about its paths.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Consequence {
     /// Move the data to another path; the dialling side does.
@@ -107,7 +107,7 @@ impl PathMonitor {
         format!("path {} ({address}) with {}", path.0 + 1, self.peer)
     }
 
-    /// What `status` shows.
+    /// The reports that `status` shows.
     pub fn report(&self) -> Vec<PathReport> {
         let paths = lock(&self.paths);
         let now = clock::now();

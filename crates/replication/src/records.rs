@@ -26,15 +26,16 @@ use understudy_qemu::VmDefinition;
 use understudy_report::ProtectRequest;
 use understudy_threads::Common;
 
-const FILE: &str = "record.json";
+/// Of a VM, in its directory.
+pub const FILE: &str = "record.json";
 const ACTIVATION: &str = "activation";
-/// Written to the device as a whole, or not at all.
+/// The bytes that are written to the device as a whole, or not at all.
 const SECTOR_BYTES: usize = 512;
 
-/// What this host's images of a VM are.
+/// The record of what this host's images of a VM are.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Record {
-    /// What they are.
+    /// Record of the images.
     pub image: ImageRecord,
     /// The other host of the last protection.
     pub peer: Option<HostName>,
@@ -42,14 +43,14 @@ pub struct Record {
     /// see [`crate::resync`].
     #[serde(default)]
     pub sessions: Vec<String>,
-    /// In lockstep, or lost while it was: the mirror may have writes that this host's guest began
-    /// and this host did not carry out.
+    /// Whether it is in lockstep, or was when it was lost: the mirror may have writes that this
+    /// host's guest began and this host did not carry out.
     #[serde(default)]
     pub in_lockstep: bool,
     /// Whether it is to run: neither its operator nor its guest has ended it.
     #[serde(default = "wanted")]
     pub wanted: bool,
-    /// How it was to be protected when it ran here last.
+    /// Request by which it was to be protected when it ran here last.
     #[serde(default)]
     pub wish: Option<ProtectRequest>,
     /// The VMs that it was to be protected with.
@@ -69,7 +70,7 @@ pub struct Restoring {
     pub id: String,
     /// All members run, and stay: nothing but this VM's own end can make it come to nothing.
     pub settled: bool,
-    /// What is on record again if it does; none if this host had no images of the VM.
+    /// Record that counts again if it does; none if this host had no images of the VM.
     pub former: Option<Box<Record>>,
 }
 
@@ -88,7 +89,7 @@ impl Record {
         self.restoring.as_ref().is_some_and(|it| it.id == id)
     }
 
-    /// What is on record once a restore that has not ended comes to nothing.
+    /// The record that counts once a restore that has not ended comes to nothing.
     pub fn before_restore(self) -> Option<Record> {
         match self.restoring {
             Some(restoring) => restoring.former.map(|former| *former),
@@ -102,7 +103,7 @@ impl Record {
 pub struct Records {
     state_dir: PathBuf,
     host: HostName,
-    /// Held while a record is changed.
+    /// Lock, held while a record is changed.
     changing: Arc<Common<()>>,
 }
 
@@ -176,8 +177,9 @@ impl Records {
         self.replace(&record)
     }
 
-    /// This host had won the VM, could not start it and has given it back: a mirror that no record was written for
-    /// stays one, and on any other the guest may have run for a moment, unseen.
+    /// Notes that this host, which had won the VM and could not start it, has given it back: a
+    /// mirror that no record was written for stays one, and on any other the guest may have run for
+    /// a moment, unseen.
     pub fn note_returned(&self, vm: &VmName) -> io::Result<()> {
         self.change(vm, |record| {
             if record.image.role == ImageRole::Active {

@@ -13,6 +13,7 @@ use crate::records::{Record, Records};
 use anyhow::{Context, ensure};
 use serde::{Deserialize, Serialize};
 use std::fs;
+use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
@@ -30,35 +31,35 @@ use understudy_qemu::definition::{DiskDefinition, DiskFormat};
 /// Runs of blocks that fit well into a message; with more, a full copy costs little more.
 const MOST_RUNS: usize = 50_000;
 
-/// What the backup's images lack, as it tells the primary.
+/// The blocks that the backup's images lack, as it tells the primary.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Resync {
     /// The session that both hosts know.
     pub session: String,
-    /// For each disk, the runs of blocks that changed on the backup's side: first block
+    /// Runs of blocks of each disk that changed on the backup's side: first block
     /// and the one after the last.
     pub changed: Vec<Vec<(u64, u64)>>,
 }
 
-/// How the first synchronisation of the disks goes.
+/// The basis of the first synchronisation of the disks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Basis {
     /// All data is copied, for this reason.
     Full(String),
-    /// What may have changed since this session began.
+    /// The blocks are copied that may have changed since this session began.
     Changes(String),
 }
 
 /// The same, as the backup prepares it.
 pub enum Groundwork {
-    /// New mirrors are filled.
+    /// The mirrors are new ones, to be filled.
     Full(String),
     /// The images that are there are brought up to date.
     Resync(Vec<Mirror>, Resync),
 }
 
 /// A name that no session ever had.
-pub fn fresh_session(host: &str, vm: &VmName) -> std::io::Result<String> {
+pub fn fresh_session(host: &str, vm: &VmName) -> io::Result<String> {
     let unique = fs::read_to_string("/proc/sys/kernel/random/uuid")?;
     Ok(format!("{host}/{vm}/{}", unique.trim()))
 }
@@ -82,7 +83,7 @@ pub fn track(
     Ok(Vec::new())
 }
 
-/// New, empty maps for these disks, in place of former ones.
+/// Creates new, empty maps for these disks, in place of former ones.
 pub fn create(disks: &[Arc<Disk>], directory: &Path) -> anyhow::Result<Vec<Arc<ChangeMap>>> {
     let create = |disk: &Arc<Disk>| -> anyhow::Result<Arc<ChangeMap>> {
         let path = changes_path(directory, disk.index());
@@ -93,8 +94,23 @@ pub fn create(disks: &[Arc<Disk>], directory: &Path) -> anyhow::Result<Vec<Arc<C
     disks.iter().map(create).collect()
 }
 
-/// Goes on noting the changes of a VM that starts again; returns the sessions since which
-/// all were noted, none if there is any doubt.
+/// Goes on noting the changes of a VM whose guest is about to go on, and has on record, before it does, since which
+/// sessions all were noted: none if there is any doubt. `former` is what was on record of its images.
+pub fn go_on(
+    records: &Records,
+    former: &Record,
+    disks: &[Arc<Disk>],
+    directory: &Path,
+) -> io::Result<()> {
+    let sessions = reopen(former, disks, directory);
+    if sessions == former.sessions {
+        return Ok(());
+    }
+    records.change(&former.definition.name, |record| record.sessions = sessions)
+}
+
+/// The sessions since which all changes were noted, which is gone on with.
+#[must_use]
 pub fn reopen(record: &Record, disks: &[Arc<Disk>], directory: &Path) -> Vec<String> {
     let paths: Vec<_> = disks.iter().map(|disk| disk.path()).collect();
     if record.sessions.is_empty() || paths != record.images() {
@@ -136,17 +152,19 @@ pub fn differing_bytes(machine: &Machine) -> u64 {
 }
 
 fn open_maps(disks: &[Arc<Disk>], directory: &Path) -> Result<Vec<ChangeMap>, String> {
-    disks.iter().map(|disk| open_map(disk, directory)).collect()
+    disks.iter().map(|disk| open_map(disk, directory, ChangeMap::open)).collect()
 }
 
-fn open_map(disk: &Disk, directory: &Path) -> Result<ChangeMap, String> {
+type OpenMap = fn(&Path, u64, &Path) -> io::Result<Result<ChangeMap, String>>;
+
+fn open_map(disk: &Disk, directory: &Path, open: OpenMap) -> Result<ChangeMap, String> {
     let path = changes_path(directory, disk.index());
-    ChangeMap::open(&path, disk.export_bytes(), &disk.path())
+    open(&path, disk.export_bytes(), &disk.path())
         .unwrap_or_else(|error| Err(format!("cannot read {}: {error}", path.display())))
 }
 
-/// On the backup, before anything is changed: can its own images be brought up to date?
-/// `name` is this host's, `record` what it knows of them.
+/// Examines on the backup, before anything is changed, whether its own images can be brought up to
+/// date. `name` is this host's, `record` what it knows of them.
 pub fn examine(
     name: &HostName,
     record: Result<Option<Record>, String>,
@@ -217,25 +235,29 @@ fn check_size(disk: &DiskDefinition, wanted: u64) -> Result<(), DiskError> {
     }
 }
 
-/// What this host's guest wrote that the other host may not have. A mirror's guest never
-/// ran: what differs there is in the primary's map. Of a medium that this host does not have it
-/// is all.
+/// The blocks that this host's guest wrote and that the other host may not have. A mirror's guest
+/// never ran: what differs there is in the primary's map, unless somebody else has changed it since its
+/// session has ended. One that is not whole is in no map of this host. Of a medium that this host does
+/// not have it is all.
 fn own_changes(
     record: &Record,
     mirrors: &[Mirror],
     directory: &Path,
 ) -> Result<Vec<Vec<(u64, u64)>>, String> {
-    let ran = match record.image.role {
-        ImageRole::Mirror | ImageRole::Syncing => false,
-        ImageRole::Active | ImageRole::Stopped | ImageRole::Cut | ImageRole::Stale => true,
+    let open: Option<OpenMap> = match record.image.role {
+        ImageRole::Syncing => None,
+        ImageRole::Mirror => Some(ChangeMap::open_of_mirror),
+        ImageRole::Active | ImageRole::Stopped | ImageRole::Cut | ImageRole::Stale => {
+            Some(ChangeMap::open)
+        }
     };
     let changed = |mirror: &Mirror| match mirror {
         Mirror::Fresh(mirror) => {
             Ok(vec![(0, mirror.disk().export_bytes().div_ceil(GRANULE_BYTES))])
         }
-        Mirror::Resynced(_) if !ran => Ok(Vec::new()),
         Mirror::Resynced(disk) => {
-            let map = open_map(disk, directory)
+            let Some(open) = open else { return Ok(Vec::new()) };
+            let map = open_map(disk, directory, open)
                 .map_err(|doubt| format!("host {}: {doubt}", record.image.host))?;
             Ok(map.runs().iter().map(|run| (run.start, run.end)).collect())
         }
@@ -243,7 +265,7 @@ fn own_changes(
     mirrors.iter().map(changed).collect()
 }
 
-/// On the primary: takes the backup's changes into its own maps.
+/// Takes, on the primary, the backup's changes into its own maps.
 pub fn merge(machine: &Machine, sessions: &[String], resync: &Resync) -> anyhow::Result<()> {
     ensure!(sessions.contains(&resync.session), "the backup answers to a session never offered");
     ensure!(resync.changed.len() == machine.disks().len(), "the backup knows other disks");
@@ -254,4 +276,82 @@ pub fn merge(machine: &Machine, sessions: &[String], resync: &Resync) -> anyhow:
             .with_context(|| format!("the backup's changes of disk {}", disk.index()))?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use understudy_protocol::{Generation, literal};
+    use understudy_qemu::VmDefinition;
+
+    /// A VM of host b, in a directory with its image and its record.
+    struct Known {
+        directory: tempfile::TempDir,
+        records: Records,
+        image: std::path::PathBuf,
+    }
+
+    impl Known {
+        fn of(role: ImageRole) -> Known {
+            let directory = tempfile::tempdir().unwrap();
+            let (of_vm, image) =
+                (directory.path().join("db"), directory.path().join("db/disk0.img"));
+            fs::create_dir(&of_vm).unwrap();
+            fs::write(&image, vec![1; 1 << 20]).unwrap();
+            let text = format!(
+                "name = 'db'\nmemory = '64M'\nvcpus = 1\n[[disk]]\npath = {image:?}\nformat = 'raw'"
+            );
+            let definition = VmDefinition::from_toml(&text, Path::new("/vm.toml")).unwrap();
+            let records = Records::new(directory.path(), &literal("b"));
+            let record = records.of(role, Generation(1), &definition);
+            records.write(&Record { sessions: vec!["s1".to_owned()], ..record }).unwrap();
+            Known { directory, records, image }
+        }
+
+        fn record(&self) -> Record {
+            self.records.read(&literal("db")).unwrap().unwrap()
+        }
+
+        fn open(&self) -> Vec<Arc<Disk>> {
+            vec![Arc::new(Disk::open(DiskIndex(0), &self.image, 1 << 20).unwrap())]
+        }
+
+        fn of_vm(&self) -> std::path::PathBuf {
+            self.directory.path().join("db")
+        }
+    }
+
+    /// What was found in doubt was forgotten, and the next start believed a list that lacked what the guest had
+    /// changed until then.
+    #[test]
+    fn that_changes_were_not_noted_is_on_record_before_the_guest_goes_on() {
+        let known = Known::of(ImageRole::Active);
+        let disks = known.open();
+        create(&disks, &known.of_vm()).unwrap();
+        go_on(&known.records, &known.record(), &disks, &known.of_vm()).unwrap();
+        assert!(disks[0].changes().is_some());
+        assert_eq!(known.record().sessions, ["s1"]);
+        drop(disks);
+        fs::remove_file(changes_path(&known.of_vm(), DiskIndex(0))).unwrap();
+        let disks = known.open();
+        go_on(&known.records, &known.record(), &disks, &known.of_vm()).unwrap();
+        assert!(disks[0].changes().is_none());
+        assert!(known.record().sessions.is_empty());
+    }
+
+    /// It was brought up to date by the primary's list alone, which knows nothing of that.
+    #[test]
+    fn a_mirror_that_somebody_has_changed_since_its_session_is_no_base_for_the_next() {
+        let known = Known::of(ImageRole::Mirror);
+        let disks = known.open();
+        disks[0].set_changes(create(&disks, &known.of_vm()).unwrap().pop());
+        let mirrors = || known.open().into_iter().map(Mirror::Resynced).collect::<Vec<_>>();
+        let own = || own_changes(&known.record(), &mirrors(), &known.of_vm());
+        drop(disks);
+        assert_eq!(own(), Ok(vec![Vec::new()]), "its session has ended in order");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        fs::write(&known.image, vec![2; 1 << 20]).unwrap();
+        let why = own().unwrap_err();
+        assert!(why.contains("host b") && why.contains("changed by other means"), "{why}");
+    }
 }

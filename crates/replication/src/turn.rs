@@ -9,37 +9,37 @@ use serde::{Deserialize, Serialize};
 use understudy_qemu::ClockBase;
 use understudy_report::{DiskReads, Mode, ProtectRequest};
 
-/// What the primary tells its backup.
+/// An order of the primary to its backup.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Order {
     /// Start a QEMU for the other way; the one that there is goes on.
     Prepare(Box<Wanted>),
-    /// It will not be needed.
+    /// The other way will not be needed.
     Cancel,
 }
 
 /// The other way.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Wanted {
-    /// How the backup is to keep up.
+    /// Mode in which the backup is to keep up.
     pub mode: Mode,
-    /// In lockstep: where it gets what its guest reads.
+    /// Source, in lockstep, from which it gets what its guest reads.
     pub disk_reads: DiskReads,
-    /// What the guest's clock showed first.
+    /// Base of the guest's clocks.
     pub clock: ClockBase,
     /// The build of the primary's QEMU.
     pub qemu_build: Option<String>,
-    /// What the operator asks for from then on.
+    /// Request of the operator from then on.
     pub wish: ProtectRequest,
 }
 
-/// What the backup says to it.
+/// The answer of the backup to it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Answer {
-    /// It is ready.
+    /// The backup is ready.
     Ready,
-    /// It cannot, for this reason.
+    /// The backup cannot, for this reason.
     Refused(String),
 }

@@ -1,11 +1,11 @@
-//! What users ask for, and what they are told.
+//! The requests of users about clusters, and the reports that they get.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use understudy_protocol::{GroupName, HostName, VmName};
 use understudy_snapshot::{Compression, Incarnation, Mode, SnapshotNumber, WorkingSetFactor};
 
-/// How far a restored VM is there.
+/// The progress of loading a restored VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct FillReport {
     /// Its memory; "stalled" and "complete" are about its disks too.
@@ -21,13 +21,13 @@ pub struct FillReport {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct SnapshotRequest {
-    /// Where it is stored; the group's own store without.
+    /// The store where it is kept; the group's own store without.
     pub store: Option<String>,
-    /// What its user calls it; retention never deletes it then.
+    /// Name that its user gives it; retention never deletes it then.
     pub label: Option<String>,
-    /// How chunks are packed.
+    /// The compression of its chunks.
     pub compression: Compression,
-    /// How long first accesses to memory are traced after the pause, in milliseconds; 7 s
+    /// Time for which first accesses to memory are traced after the pause, in milliseconds; 7 s
     /// without.
     pub trace_ms: Option<u64>,
     /// Trace repeated accesses too: for `--mode working-set`.
@@ -41,15 +41,15 @@ pub struct SnapshotReport {
     pub group: GroupName,
     /// Its number.
     pub number: SnapshotNumber,
-    /// What its user calls it.
+    /// Name that its user gave it.
     pub label: Option<String>,
-    /// Where it is.
+    /// The store where it is.
     pub store: String,
-    /// When it was taken, in seconds since 1970.
+    /// Time at which it was taken, in seconds since 1970.
     pub taken_at: u64,
     /// The members.
     pub members: Vec<SnapshotMember>,
-    /// Why it cannot be restored, if that is so.
+    /// The reason why it cannot be restored, if that is so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub damage: Option<String>,
 }
@@ -69,20 +69,20 @@ pub struct SnapshotMember {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct RestoreRequest {
-    /// Which one; the last without.
+    /// Number of the snapshot; the last without.
     pub number: Option<SnapshotNumber>,
-    /// Where it is; the group's own store without.
+    /// The store where it is; the group's own store without.
     pub store: Option<String>,
-    /// How.
+    /// The mode of the restore.
     pub mode: Mode,
-    /// How much of the working set is loaded before the start.
+    /// The part of the working set that is loaded before the start.
     pub working_set: WorkingSetFactor,
     /// The hosts that members may be restored on; where they ran without.
     pub onto: Vec<HostName>,
     /// Hosts that do not answer are down for good, says the operator: what the arbiter's record
     /// says that they run does not run.
     pub force: bool,
-    /// Answer only when all of the memory is loaded.
+    /// Whether to answer only when all of the memory is loaded.
     pub wait: bool,
 }
 
@@ -95,14 +95,14 @@ pub struct RestoreReport {
     pub number: SnapshotNumber,
     /// The group's incarnation from now on.
     pub incarnation: Incarnation,
-    /// How it was restored.
+    /// The mode in which it was restored.
     pub mode: Mode,
     /// The members.
     pub members: Vec<RestoredMember>,
     /// Differences of the starts of members that had frames in flight to each other; of all
     /// members if none had.
     pub backoff_ms: Backoff,
-    /// What did not go as it should, and did no harm.
+    /// Warnings of what did not go as it should, and did no harm.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,
 }
@@ -145,7 +145,7 @@ impl Backoff {
     }
 }
 
-/// What a check of a snapshot found.
+/// The result of a check of a snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct VerifyReport {
     /// The group.
@@ -156,29 +156,29 @@ pub struct VerifyReport {
     pub chunks: u64,
     /// Bytes of them.
     pub bytes: u64,
-    /// What is wrong; empty if the snapshot is whole.
+    /// The problems; empty if the snapshot is whole.
     pub problems: Vec<String>,
 }
 
-/// Something was deleted.
+/// The result of a deletion.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct DeleteReport {
     /// The group.
     pub group: GroupName,
     /// The snapshot.
     pub number: SnapshotNumber,
-    /// What became of its chunks.
+    /// The fate of its chunks.
     pub chunks: String,
 }
 
-/// How far the memory of a restored member is there.
+/// The progress of loading a restored member's memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct FillState {
     /// Pages that are there.
     pub pages: u64,
     /// Pages that have content in the snapshot.
     pub all: u64,
-    /// Why the guest may stand still, if the store does not answer.
+    /// The reason why the guest may stand still, if the store does not answer.
     pub stalled: Option<String>,
     /// Whether nothing is left to load.
     pub complete: bool,

@@ -1,9 +1,9 @@
-//! What is told of comparisons.
+//! The reports of comparisons.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// What a comparison of two machines in lockstep has come to (`lockstep verify --json`).
+/// The result of a comparison of two machines in lockstep (`lockstep verify --json`).
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ComparisonReport {
     /// The VM's name.
@@ -20,24 +20,24 @@ pub struct ComparisonReport {
     pub position: u64,
     /// Spots that differed at one place and were the same at the next.
     pub passed: u64,
-    /// How long it took.
+    /// Time that it took, in seconds.
     pub seconds: f64,
-    /// What differs. The backup has diverged, and is given up.
+    /// Parts that differ. The backup has diverged, and is given up.
     pub differences: Vec<Difference>,
-    /// What differed whenever it was looked at, but never while no disk request was under way:
-    /// whether the machines differ is not known.
+    /// Parts that differed whenever they were looked at, but never while no disk request was under
+    /// way: whether the machines differ is not known.
     pub undecided: Vec<Difference>,
 }
 
-/// Where two machines differ.
+/// A place where two machines differ.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Difference {
-    /// What it is a part of.
+    /// The part of a machine that it is in.
     #[serde(flatten)]
     pub of: Part,
-    /// Where it begins there, in bytes.
+    /// Offset at which it begins there, in bytes.
     pub offset: u64,
-    /// How many bytes were compared as one: at least one of them differs.
+    /// Number of bytes that were compared as one: at least one of them differs.
     pub bytes: u64,
 }
 
@@ -51,7 +51,7 @@ pub enum Part {
     Disk(u16),
 }
 
-/// How often a VM was compared with its backup (`status`).
+/// The counts of comparisons of a VM with its backup (`status`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ComparisonCounts {
     /// Comparisons that came to a result since protection began, samples and whole ones.
@@ -62,12 +62,12 @@ pub struct ComparisonCounts {
     pub extents: u64,
     /// Spots that differed at one place and were the same at the next.
     pub passed: u64,
-    /// How long ago the last one ended, in seconds.
+    /// Time since the last one ended, in seconds.
     pub seconds_ago: f64,
 }
 
 impl ComparisonReport {
-    /// In a few words.
+    /// The result in a few words.
     pub fn words(&self) -> String {
         let ComparisonReport { vm, peer, pages, extents, passed, position, .. } = self;
         let compared = format!("{pages} pages of memory and {extents} extents of disks");

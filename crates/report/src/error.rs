@@ -19,7 +19,7 @@ pub enum ErrorKind {
     Refused,
     /// The peer or the arbiter cannot be reached.
     Unreachable,
-    /// Something failed that should not have.
+    /// An action failed that should not have.
     Internal,
 }
 
@@ -29,7 +29,7 @@ pub enum ErrorKind {
 pub struct HostError {
     /// The class of the error.
     pub kind: ErrorKind,
-    /// What is wrong, where, and what to do.
+    /// The message: what is wrong, where, and what to do.
     pub message: String,
 }
 
@@ -40,7 +40,7 @@ impl HostError {
     }
 }
 
-/// What could not be done with a file.
+/// The error that something could not be done with a file.
 pub fn cannot(what: &str, path: &Path, error: &io::Error) -> HostError {
     HostError::new(ErrorKind::Invalid, format!("cannot {what} {}: {error}", path.display()))
 }

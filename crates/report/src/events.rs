@@ -1,4 +1,4 @@
-//! What happened on this host: a bounded log that numbers, times and types each event.
+//! The events of this host: a bounded log that numbers, times and types each event.
 //!
 //! [`Journal`] has one owner, the host; a [`VmEvents`] is its part about one VM, for whoever works for that VM. To record
 //! an event is to log it, too. Numbers only grow, also over restarts of the daemon, whose first is the time of its start
@@ -22,21 +22,21 @@ use understudy_threads::Common;
 const KEPT: usize = 2048;
 /// Sentences of a VM that its status shows.
 const SHOWN: usize = 64;
-/// Among so many of a VM's last events one that is there is not recorded again.
+/// The number of a VM's last events among which one that is there is not recorded again.
 const REPEATED_WITHIN: usize = 16;
 
-/// Something that happened.
+/// An event.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Event {
     /// Its number: larger than that of every event before.
     pub number: u64,
-    /// When, in milliseconds since 1970.
+    /// Time of the event, in milliseconds since 1970.
     pub at_ms: u64,
     /// The VM that it is about; none if it is about the host.
     pub vm: Option<VmName>,
-    /// How much somebody should care.
+    /// Severity of the event.
     pub severity: Severity,
-    /// What it is.
+    /// Kind of the event.
     #[serde(flatten)]
     pub kind: EventKind,
     /// The same as a sentence.
@@ -135,14 +135,15 @@ impl Journal {
         texts
     }
 
-    /// Since when the VM has stood as it does, in milliseconds since 1970, if that is known.
+    /// The time since which the VM has stood as it does, in milliseconds since 1970, if that is
+    /// known.
     pub fn since(&self, vm: &VmName) -> Option<u64> {
         let kept = self.0.kept.lock();
         let turned = |event: &&Event| event.vm.as_ref() == Some(vm) && event.kind.is_a_turn();
         kept.iter().rev().find(turned).map(|event| event.at_ms)
     }
 
-    /// Somebody shows wrong tokens to the API over the network.
+    /// Records that somebody shows wrong tokens to the API over the network.
     pub fn wrong_tokens(&self, from: IpAddr) {
         self.record(EventKind::WrongTokens { from });
     }
@@ -293,7 +294,7 @@ mod tests {
         assert_eq!(serde_json::from_value::<Event>(json).unwrap(), event);
     }
 
-    /// Before, these had a field twice, and nobody could read them.
+    /// Events of some kinds once had a field twice, and nobody could read them.
     #[test]
     fn no_event_has_a_field_that_all_have() {
         let (journal, group) = (Journal::default(), literal("shop"));

@@ -1,4 +1,4 @@
-//! What the daemon tells its users, and what they ask it for: the types behind `status`, `--json`
+//! The reports of the daemon to its users, and their requests: the types behind `status`, `--json`
 //! and the API, events, and what is counted.
 //!
 //! | module | is |

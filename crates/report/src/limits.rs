@@ -1,4 +1,4 @@
-//! What a QEMU may use of its host.
+//! The report of what a QEMU may use of its host.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -9,13 +9,13 @@ use serde::{Deserialize, Serialize};
 pub struct LimitsReport {
     /// Memory, the guest's included; none if it is not limited.
     pub memory_bytes: Option<u64>,
-    /// What it takes of that now. What its daemon touched first, as it does of a backup's, is not
-    /// counted here.
+    /// Memory that it takes of that now. What its daemon touched first, as it does of a backup's,
+    /// is not counted here.
     pub memory_used_bytes: Option<u64>,
     /// Threads; none if they are not limited.
     pub threads: Option<u64>,
-    /// Open files.
+    /// Number of open files.
     pub descriptors: u64,
-    /// What could not be limited, and why.
+    /// Limits that could not be set, and why.
     pub missing: Vec<String>,
 }

@@ -1,4 +1,4 @@
-//! How VMs in lockstep are.
+//! The report about a VM in lockstep.
 
 use crate::comparison::ComparisonCounts;
 use crate::requests::DiskReads;
@@ -19,13 +19,14 @@ pub struct LockstepReport {
     /// Whether QEMU stands still for the log: a primary's because the backup takes no more, a
     /// backup's because there is none.
     pub blocked: bool,
-    /// Where the backup gets what its guest reads from its disks.
+    /// Source from which the backup gets what its guest reads from its disks.
     #[serde(default)]
     pub disk_reads: DiskReads,
-    /// What travels of disk reads, in Mbit/s before it is compressed. Not part of `log_mbit_s`.
+    /// Data of disk reads that travel, in Mbit/s before they are compressed. Not part of
+    /// `log_mbit_s`.
     #[serde(default)]
     pub disk_read_mbit_s: f64,
-    /// How often the backup was compared; none before the first time, and none on a backup.
+    /// Counts of the backup's comparisons; none before the first time, and none on a backup.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub comparison: Option<ComparisonCounts>,
 }

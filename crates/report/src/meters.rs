@@ -1,4 +1,5 @@
-//! What is counted for a monitoring system: at the event, for each VM, for the daemon's whole life.
+//! The meters for a monitoring system, counted at the event, for each VM, for the daemon's whole
+//! life.
 //!
 //! A session's figures begin anew with each protection, and are read when somebody asks; these only grow, so that a
 //! rate over them is right however rarely they are read.
@@ -13,10 +14,11 @@ use understudy_protocol::VmName;
 /// Upper bounds of the buckets of a pause: some tenths of a millisecond, with a tail.
 const PAUSE_SECONDS: [f64; 12] =
     [0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0];
-/// Those of the delay of output, and of what it waits for: some milliseconds, and the distance of the backup.
+/// Upper bounds of the buckets of the delay of output, and of what it waits for: some milliseconds,
+/// and the distance of the backup.
 const OUTPUT_SECONDS: [f64; 12] =
     [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0];
-/// Those of an outage: detection takes a tenth of a second at least.
+/// Upper bounds of the buckets of an outage: detection takes a tenth of a second at least.
 const OUTAGE_SECONDS: [f64; 12] = [0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0];
 
 type OfVm = [(&'static str, String); 1];
@@ -36,18 +38,18 @@ pub struct Meters {
     sent_bytes: Family<OfVm, Counter>,
 }
 
-/// Those of one VM.
+/// The meters of one VM.
 #[derive(Clone, Debug)]
 pub struct VmMeters {
-    /// How long checkpoints stopped the guest, in seconds.
+    /// Time for which checkpoints stopped the guest, in seconds.
     pub pauses: Histogram,
-    /// How long the first output of an epoch had waited when its checkpoint began.
+    /// Time that the first output of an epoch had waited when its checkpoint began.
     pub checkpoint_waits: Histogram,
-    /// How long after the last committed checkpoint of the session the next one was.
+    /// Time from the last committed checkpoint of the session to the next one.
     pub commit_gaps: Histogram,
-    /// How long the first output of an epoch waited until it left.
+    /// Time that the first output of an epoch waited until it left.
     pub output_delays: Histogram,
-    /// How long a take-over by this host kept clients waiting.
+    /// Time for which a take-over by this host kept clients waiting.
     pub outages: Histogram,
     /// The same of planned fail-overs.
     pub moves: Histogram,

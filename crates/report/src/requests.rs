@@ -1,4 +1,4 @@
-//! What the daemon is asked for.
+//! The requests to the daemon.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use understudy_encoding::EncodingPlan;
 use understudy_protocol::{Output, Policy, VmName};
 
-/// How a backup keeps up with a VM.
+/// The mode in which a backup keeps up with a VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mode {
@@ -24,14 +24,14 @@ impl Mode {
     }
 }
 
-/// Where a backup in lockstep gets what its guest reads from its disks.
+/// The source from which a backup in lockstep gets what its guest reads from its disks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum DiskReads {
     /// The backup reads its own mirrors.
     #[default]
     Backup,
-    /// What the primary's guest read travels with the log.
+    /// Data that the primary's guest read travel with the log.
     Log,
 }
 
@@ -42,21 +42,21 @@ impl DiskReads {
     }
 }
 
-/// What `protect` asks for.
+/// The request of `protect`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ProtectRequest {
     /// The backup's host name, one of the hosts that this one knows.
     pub to: String,
-    /// How the backup keeps up.
+    /// The mode in which the backup keeps up.
     #[serde(default, skip_serializing_if = "Mode::is_checkpoint")]
     pub mode: Mode,
-    /// Where a backup in lockstep gets what its guest reads from its disks.
+    /// The source from which a backup in lockstep gets what its guest reads from its disks.
     #[serde(default, skip_serializing_if = "DiskReads::is_backup")]
     pub disk_reads: DiskReads,
     /// The policy; the VM definition's, else the default, when absent.
     pub policy: Option<Policy>,
-    /// How pages are encoded.
+    /// The encoding of pages.
     #[serde(default)]
     pub encoding: EncodingPlan,
     /// Whether protection that is lost is restored with another backup.
@@ -75,7 +75,7 @@ fn restored() -> bool {
     true
 }
 
-/// What `vm medium` asks for.
+/// The request of `vm medium`.
 #[derive(Clone, Debug, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct MediumRequest {
@@ -88,7 +88,7 @@ pub struct MediumRequest {
     pub force: bool,
 }
 
-/// What `protect --group` asks for.
+/// The request of `protect --group`.
 #[derive(Clone, Debug, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct GroupRequest {
@@ -98,7 +98,7 @@ pub struct GroupRequest {
     pub to: String,
     /// The group's policy; when absent that of the VMs' definitions, which must agree.
     pub policy: Option<Policy>,
-    /// How their pages are encoded.
+    /// The encoding of their pages.
     #[serde(default)]
     pub encoding: EncodingPlan,
     /// Whether protection that is lost is restored with another backup, of all of them.
@@ -109,11 +109,12 @@ pub struct GroupRequest {
     pub hold_console: bool,
 }
 
-/// How `vm start` is to start the VM of a definition.
+/// The request of `vm start`, which starts the VM of a definition.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct StartRequest {
-    /// On the definition's images, whatever is known of others: what the guest acknowledged since is lost.
+    /// Whether to start it on the definition's images, whatever is known of others: what the guest
+    /// acknowledged since is lost.
     #[serde(default)]
     pub force: bool,
     /// The operator knows that no silent host runs the VM.
@@ -121,13 +122,13 @@ pub struct StartRequest {
     pub other_host_is_off: bool,
 }
 
-/// What `recover` asks for.
+/// The request of `recover`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RecoverRequest {
     /// Name the valid images, and start nothing.
     pub dry_run: bool,
-    /// Start the VM on this host's images whatever is known of them.
+    /// Whether to start the VM on this host's images, whatever is known of them.
     pub force: bool,
     /// The operator knows that no silent host runs the VM.
     #[serde(default)]

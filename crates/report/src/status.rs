@@ -1,4 +1,4 @@
-//! What the daemon tells its users: the types behind `status` and `--json`.
+//! The status that the daemon reports to its users: the types behind `status` and `--json`.
 
 use crate::cluster::FillReport;
 use crate::limits::LimitsReport;
@@ -10,7 +10,7 @@ use understudy_encoding::{Counters, EncodingPlan, Methods};
 use understudy_protocol::{Epoch, Generation, Policy};
 use understudy_protocol::{GroupName, HostName, VmName};
 
-/// What this host is to a VM.
+/// The role of this host for a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Role {
@@ -18,11 +18,11 @@ pub enum Role {
     Primary,
     /// Holds the VM's last committed state and stands by.
     Backup,
-    /// Ran the VM, or tried to, and lost its ownership: its copy is halted.
+    /// A host that ran the VM, or tried to, and lost its ownership: its copy is halted.
     Fenced,
 }
 
-/// How far the protection of a VM has come.
+/// The state of a VM's protection.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "state", rename_all = "kebab-case")]
 pub enum Protection {
@@ -52,7 +52,7 @@ pub enum Protection {
     },
     /// Protection was asked for and is lost; the VM runs alone.
     Degraded {
-        /// Why, for people.
+        /// The reason, for people.
         reason: String,
     },
 }
@@ -68,7 +68,7 @@ pub struct PauseReport {
     pub max: f64,
 }
 
-/// Where the pause of one checkpoint went. Milliseconds, except the counts.
+/// The parts of one checkpoint's pause. Milliseconds, except the counts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct CheckpointTiming {
     /// The epoch that the checkpoint closed.
@@ -93,32 +93,32 @@ pub struct CheckpointTiming {
     pub total_ms: f64,
     /// Time from the end of the pause until the backup's acknowledgement.
     pub replicate_ms: f64,
-    /// How long the epoch's first output had waited when the pause began; none if there was none.
+    /// Time that the epoch's first output had waited when the pause began; none if there was none.
     #[serde(default)]
     pub output_waited_ms: Option<f64>,
 }
 
-/// How long output waits: the first of each of the last epochs that had any, in milliseconds.
+/// The time that output waits: the first of each of the last epochs that had any, in milliseconds.
 /// What follows it in the same epoch waits for less.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct OutputReport {
-    /// Until the pause that ends its epoch, at the median …
+    /// Time until the pause that ends its epoch, at the median …
     pub to_checkpoint_p50: f64,
     /// … and at the 99th percentile.
     pub to_checkpoint_p99: f64,
-    /// Until it leaves the host, at the median …
+    /// Time until it leaves the host, at the median …
     pub to_release_p50: f64,
     /// … and at the 99th percentile.
     pub to_release_p99: f64,
 }
 
-/// What is done about a guest that writes faster than the link carries.
+/// The throttling of a guest that writes faster than the link carries.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ThrottleReport {
     /// The part of its processors that the guest may use, in percent; 100 is no limit.
     pub vcpu_percent: u32,
-    /// Why the guest cannot be slowed down although it should be. Its epochs grow, and its
-    /// output waits for them.
+    /// The reason why the guest cannot be slowed down although it should be. Its epochs grow, and
+    /// its output waits for them.
     pub unavailable: Option<String>,
     /// Epochs that were cut short since protection began.
     pub cut_short: u64,
@@ -135,7 +135,7 @@ pub struct CardReport {
     pub tap: String,
     /// The bridge that the tap belongs to.
     pub bridge: String,
-    /// Why it is on none: the guest is not connected.
+    /// The reason why it is on none: the guest is not connected.
     #[serde(default)]
     pub problem: Option<String>,
 }
@@ -158,25 +158,25 @@ pub struct PathReport {
     pub in_use: bool,
     /// Seconds for which it has been down.
     pub down_seconds: Option<f64>,
-    /// Why it is down.
+    /// The reason why it is down.
     pub reason: Option<String>,
 }
 
-/// How the first synchronisation of a VM's disks went, or goes.
+/// The report of the first synchronisation of a VM's disks, over or under way.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct DiskSync {
-    /// Why everything was copied; none if only what may have changed was.
+    /// The reason why everything was copied; none if only what may have changed was.
     pub full_because: Option<String>,
     /// Bytes sent of the disks copied so far, without what the guest wrote meanwhile.
     pub bytes: u64,
-    /// How long that took.
+    /// Time taken, in seconds.
     pub seconds: f64,
     /// Bytes of the disks in which the hosts' images may differ: what another
     /// synchronisation would copy if the backup failed now.
     pub differing_bytes: u64,
 }
 
-/// Where the time of a take-over went, in milliseconds. Detection comes before it: from
+/// The parts of a take-over's time, in milliseconds. Detection comes before it: from
 /// the failure to the suspicion.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct TakeoverReport {
@@ -217,7 +217,7 @@ pub struct OutboundReport {
     pub frames: u64,
     /// Their bytes.
     pub bytes: u64,
-    /// On the primary: frames over an epoch's bound, which the guest may have to repeat.
+    /// Frames, on the primary, over an epoch's bound, which the guest may have to repeat.
     pub left_out: u64,
 }
 
@@ -232,18 +232,18 @@ pub struct InboundReport {
     /// Frames over the bound, or without a connection: a client that sent one may have to
     /// repeat it after a take-over.
     pub dropped: u64,
-    /// On the backup: frames of epochs that are not committed.
+    /// Frames, on the backup, of epochs that are not committed.
     pub kept_frames: u64,
     /// Their bytes.
     pub kept_bytes: u64,
 }
 
-/// Everything that `status` shows of one VM.
+/// All that `status` shows of one VM.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct VmStatus {
     /// The VM's name.
     pub name: VmName,
-    /// What this host is to it.
+    /// Role of this host for it.
     pub role: Role,
     /// Whether the guest executes on this host now.
     pub live: bool,
@@ -257,10 +257,11 @@ pub struct VmStatus {
     /// The group that the VM is protected with.
     #[serde(default)]
     pub group: Option<GroupName>,
-    /// How far protection has come.
+    /// State of its protection.
     pub protection: Protection,
-    /// Why the backup, which follows, could not take over at the moment, or that output waits too long for it, if that
-    /// alone is wrong: the VM is protected again as soon as that ends.
+    /// The reason why the backup, which follows, could not take over at the moment, or that output
+    /// waits too long for it, if that alone is wrong: the VM is protected again as soon as that
+    /// ends.
     #[serde(default)]
     pub lapse: Option<String>,
     /// Whether it is copied anew after its protection was lost: until that has ended one more failure ends it.
@@ -270,16 +271,16 @@ pub struct VmStatus {
     /// for protection again.
     #[serde(default)]
     pub former_backup: Option<String>,
-    /// Since when it has been so, in milliseconds since 1970, as far as this daemon knows.
+    /// Time since which it has been so, in milliseconds since 1970, as far as this daemon knows.
     #[serde(default)]
     pub since_ms: Option<u64>,
-    /// How the disks came to the backup, if the VM is or was protected from here.
+    /// The synchronisation of the disks to the backup, if the VM is or was protected from here.
     #[serde(default)]
     pub disk_sync: Option<DiskSync>,
-    /// How the backup keeps up, while there is one.
+    /// Mode in which the backup keeps up, while there is one.
     #[serde(default)]
     pub mode: Mode,
-    /// How far both are apart; while the VM is protected in lockstep.
+    /// Report of how far both are apart; while the VM is protected in lockstep.
     #[serde(default)]
     pub lockstep: Option<LockstepReport>,
     /// Epochs captured and not yet acknowledged.
@@ -287,13 +288,13 @@ pub struct VmStatus {
     /// Copies of what the guest receives, while it is protected.
     #[serde(default)]
     pub inbound: Option<InboundReport>,
-    /// What of the guest's output travels to the backup, while it is protected.
+    /// The guest's output that travels to the backup, while it is protected.
     #[serde(default)]
     pub outbound: Option<OutboundReport>,
-    /// How the VM came to this host, if this host took it over and runs it.
+    /// The take-over by which the VM came to this host, if this host took it over and runs it.
     #[serde(default)]
     pub takeover: Option<TakeoverReport>,
-    /// How far it is there, while it is still being loaded from a snapshot.
+    /// Progress of loading it, while it is still being loaded from a snapshot.
     #[serde(default)]
     pub filling: Option<FillReport>,
     /// Its working set in normal running, in pages, once that was sampled.
@@ -305,20 +306,21 @@ pub struct VmStatus {
     pub checkpoints: u64,
     /// The pause of recent checkpoints.
     pub pause_ms: PauseReport,
-    /// How long output waits; none before any has.
+    /// Time that output waits; none before any has.
     #[serde(default)]
     pub output_wait_ms: Option<OutputReport>,
-    /// Why the guest is slower than its definition let hope: no KVM, or a poor one.
+    /// The reason why the guest is slower than its definition let hope: no KVM, or a poor one.
     #[serde(default)]
     pub slow: Option<String>,
-    /// Why pauses go through QMP, and take longer; none if the agent inside QEMU does them.
+    /// The reason why pauses go through QMP, and take longer; none if the agent inside QEMU does
+    /// them.
     #[serde(default)]
     pub pauses_through_qmp: Option<String>,
-    /// How pages are encoded; none if this host is not protecting the VM.
+    /// The encoding of pages; none if this host is not protecting the VM.
     pub compression: Option<CompressionReport>,
     /// Bytes sent to the backup since protection began.
     pub bytes_sent: u64,
-    /// How old the state is that the backup would go on with, in milliseconds; what the guest
+    /// Age of the state that the backup would go on with, in milliseconds; what the guest
     /// has done since then would be undone, and nobody has seen it.
     #[serde(default)]
     pub uncommitted_ms: Option<f64>,
@@ -327,7 +329,7 @@ pub struct VmStatus {
     pub dirty_pages_per_second: u64,
     /// Bandwidth to the backup over the last seconds, in bytes per second.
     pub bandwidth_bytes_per_second: u64,
-    /// What is done about a guest that writes faster than the link carries; while
+    /// The throttling of a guest that writes faster than the link carries; while
     /// protection lasts.
     pub throttle: Option<ThrottleReport>,
     /// Frames held for output commit at this moment.
@@ -347,7 +349,8 @@ pub struct VmStatus {
     /// The error of a disk at which the guest stands still, and what becomes of it.
     #[serde(default)]
     pub disk_error: Option<String>,
-    /// Why the guest stands still, if this host could not show the arbiter for too long that it lives.
+    /// The reason why the guest stands still, if this host could not show the arbiter for too long
+    /// that it lives.
     #[serde(default)]
     pub lease_over: Option<String>,
     /// Process id of this host's QEMU for the VM.
@@ -431,7 +434,7 @@ impl VmStatus {
     }
 }
 
-/// Everything that `status` shows of one host.
+/// All that `status` shows of one host.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct HostStatus {
     /// The host's name.
@@ -440,13 +443,13 @@ pub struct HostStatus {
     pub version: String,
     /// The installed QEMU's version.
     pub qemu_version: String,
-    /// What is wrong with the host itself, for people.
+    /// Problems of the host itself, for people.
     #[serde(default)]
     pub problems: Vec<String>,
-    /// When this host's certificate expires, in seconds since 1970; none without TLS.
+    /// Time at which this host's certificate expires, in seconds since 1970; none without TLS.
     #[serde(default)]
     pub certificate_expires: Option<i64>,
-    /// Who decides about ownership, if anybody does.
+    /// The arbiter, which decides about ownership, if there is one.
     #[serde(default)]
     pub arbiter: Option<ArbiterReport>,
     /// The hosts that it knows: its peers, and with etcd the members.
@@ -464,25 +467,25 @@ pub struct HostStatus {
 pub struct AwaitedStart {
     /// The VM's name.
     pub name: VmName,
-    /// What it waits for.
+    /// The reason why it waits.
     pub reason: String,
-    /// Since when, in milliseconds since 1970.
+    /// Time since which it waits, in milliseconds since 1970.
     pub since_ms: u64,
 }
 
 /// The arbiter, as this host sees it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ArbiterReport {
-    /// What it is: `file` or `etcd`.
+    /// Kind of the arbiter: `file` or `etcd`.
     pub kind: String,
-    /// Why it cannot be used now; none if it can.
+    /// The reason why it cannot be used now; none if it can.
     pub problem: Option<String>,
 }
 
-/// How pages are encoded on their way to the backup, since the first synchronisation.
+/// The encoding of pages on their way to the backup, since the first synchronisation.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct CompressionReport {
-    /// What was asked for.
+    /// The encoding that was asked for.
     pub asked: EncodingPlan,
     /// The methods in use now; `auto` changes them.
     pub methods: Methods,
@@ -492,7 +495,7 @@ pub struct CompressionReport {
     pub hit_rate: Option<f64>,
     /// Milliseconds of CPU time for each MB of pages.
     pub cpu_ms_per_mb: Option<f64>,
-    /// What the link was found to carry, in bytes per second.
+    /// Throughput that the link was found to have, in bytes per second.
     pub link_bytes_per_second: Option<u64>,
     /// The counts behind these figures.
     pub counters: Counters,

@@ -1,4 +1,4 @@
-//! What an upgrade of a host's daemon will do to its VMs.
+//! The plan of an upgrade of a host's daemon: what it will do to the VMs.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -6,16 +6,16 @@ use understudy_protocol::Spoken;
 use understudy_protocol::wire::SPOKEN;
 use understudy_protocol::{GroupName, HostName, VmName};
 
-/// What a daemon is, and what it runs VMs with.
+/// The versions of a daemon, and of what it runs VMs with.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Versions {
-    /// Of the product.
+    /// Version of the product.
     pub product: String,
     /// The least wire version that it speaks.
     pub wire_least: u32,
     /// The highest wire version that it speaks.
     pub wire_highest: u32,
-    /// Of the QEMU that it starts VMs with; none if it does not say.
+    /// Version of the QEMU that it starts VMs with; none if it does not say.
     #[serde(default)]
     pub qemu: Option<String>,
     /// The GNU build id of that QEMU; none if it has none.
@@ -50,23 +50,23 @@ impl Versions {
 pub struct UpgradePeer {
     /// The host.
     pub host: HostName,
-    /// What it runs; none if it does not answer.
+    /// The versions that it runs; none if it does not answer.
     pub versions: Option<Versions>,
     /// The wire version that is spoken with it; none if there is none in common, or it does not answer.
     pub wire: Option<u32>,
     /// Whether its QEMU takes the state of this host's devices: it is of the same version, or of
     /// the same series and writes it alike. None if it does not say.
     pub device_state_fits: Option<bool>,
-    /// What is wrong with it, for people.
+    /// The problem with it, for people.
     #[serde(default)]
     pub problem: Option<String>,
 }
 
-/// What becomes of a VM when the daemon ends.
+/// The outcome for a VM when the daemon ends.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "outcome", rename_all = "kebab-case")]
 pub enum UpgradeOutcome {
-    /// It is handed to its backup first, and loses nothing.
+    /// The VM is handed to its backup first, and loses nothing.
     HandedOver {
         /// The backup.
         to: HostName,
@@ -76,25 +76,25 @@ pub enum UpgradeOutcome {
         /// Whether it comes up again with the next daemon, by `autostart`.
         comes_up_again: bool,
     },
-    /// It runs in a keeper of its own: it goes on, and its protection does.
+    /// The VM runs in a keeper of its own: it goes on, and its protection does.
     GoesOn {
-        /// That keeper; none if it does not say.
+        /// The keeper; none if it does not say.
         #[serde(default)]
         keeper: Option<KeeperProgram>,
     },
-    /// It is another host's, and is not protected until the next daemon is back, or another host takes
-    /// this one's place.
+    /// The VM is another host's, and is not protected until the next daemon is back, or another
+    /// host takes this one's place.
     LosesBackup {
         /// The host that runs it.
         primary: HostName,
     },
-    /// It is not this host's any more: nothing happens.
+    /// The VM is not this host's any more: nothing happens.
     Nothing,
-    /// Somebody must do something first.
+    /// A person must do something first.
     NeedsPerson {
-        /// What is in the way.
+        /// The reason: what is in the way.
         reason: String,
-        /// What to do about it.
+        /// The remedy: what to do about it.
         remedy: String,
     },
 }
@@ -108,7 +108,7 @@ pub struct KeeperProgram {
     pub version: Option<String>,
     /// Whether it is the very program that the daemon runs.
     pub is_daemons: bool,
-    /// Why it cannot be replaced now by that; none if it can, or need not.
+    /// The reason why it cannot be replaced now by that; none if it can, or need not.
     pub obstacle: Option<String>,
 }
 
@@ -121,11 +121,11 @@ pub struct KeeperReplacement {
     pub former: u32,
     /// The process that keeps it now.
     pub keeper: u32,
-    /// For how long the guest stood still, in milliseconds.
+    /// Time for which the guest stood still, in milliseconds.
     pub still_ms: u64,
 }
 
-/// What becomes of one VM.
+/// The step for one VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct UpgradeStep {
     /// The VM.
@@ -133,17 +133,17 @@ pub struct UpgradeStep {
     /// The group that it is protected with; its members are handed over as one.
     #[serde(default)]
     pub group: Option<GroupName>,
-    /// What becomes of it.
+    /// The outcome for it.
     #[serde(flatten)]
     pub outcome: UpgradeOutcome,
 }
 
-/// What an upgrade of a host's daemon will do to its VMs, as things are now.
+/// The plan of what an upgrade of a host's daemon will do to its VMs, as things are now.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct UpgradePlan {
     /// The host.
     pub host: HostName,
-    /// What runs here now.
+    /// The versions that run here now.
     pub running: Versions,
     /// The other hosts.
     pub peers: Vec<UpgradePeer>,

@@ -1,9 +1,9 @@
-//! What a host says of a VM that it has won, to the one that lost it and keeps its guest; and
-//! whether it returns what it was granted and has nothing of.
+//! The answer of a host about a VM that it has won, to the one that lost it and keeps its guest;
+//! and whether it returns what it was granted and has nothing of.
 
-use understudy_protocol::{Generation, planted};
+use understudy_protocol::{Generation, HostName, Ownership, planted};
 
-/// What a winner says that is asked what became of the VM.
+/// The word of a winner that is asked what became of the VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WinnersWord {
     /// The generation at which it runs the VM, if it does.
@@ -12,16 +12,16 @@ pub struct WinnersWord {
     pub ran: Option<Generation>,
 }
 
-/// What the host that is asked does with the group's VMs.
+/// The part that the host that is asked has now in the group's VMs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Present {
-    /// It runs them, at the leader's generation.
+    /// The host runs them, at the leader's generation.
     Runs(Generation),
-    /// It stands by for the one that asks, or has won them from it.
+    /// The host stands by for the one that asks, or has won them from it.
     StandsBy,
-    /// It does something else with them, which may yet come to something.
+    /// The host does something else with them, which may yet come to something.
     Busy,
-    /// It does nothing with any of them.
+    /// The host does nothing with any of them.
     Nothing,
 }
 
@@ -35,7 +35,7 @@ impl Present {
     }
 }
 
-/// What its record of a VM says.
+/// The content of its record of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Recorded {
     /// The generation at which it ran the VM last.
@@ -44,7 +44,7 @@ pub struct Recorded {
     pub backed_asker: bool,
 }
 
-/// What it does about it.
+/// The answer to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Answer {
     /// Say this.
@@ -53,6 +53,12 @@ pub enum Answer {
     Hurry,
     /// Return this generation, if it was granted; there is nothing to say.
     Return(Generation),
+}
+
+/// Whether `keeper`, which keeps a guest that it has lost, may go on with it at any moment, by what the arbiter says `now`:
+/// then nobody else starts the VM. A claim from a generation that is another's fails once the VM goes back.
+pub fn may_go_on(keeper: &HostName, now: Option<&Ownership>) -> bool {
+    now.is_some_and(|now| now.host.as_ref() == Some(keeper))
 }
 
 /// Answers one that owned the group at `from`, the leader's generation. `records` has those of all
@@ -114,6 +120,15 @@ mod tests {
         assert_eq!(beside(Present::Runs(Generation(5))), Answer::Say(word));
         assert_eq!(answer(Generation(4), Present::Busy, || None), silence);
         assert_eq!(answer(Generation(4), Present::StandsBy, || None), Answer::Hurry);
+    }
+
+    #[test]
+    fn who_keeps_its_guest_goes_on_with_it_once_the_vm_is_its_own() {
+        let now = |host| Ownership { host, generation: Generation(6) };
+        let [a, b] = ["a", "b"].map(|name| name.parse::<HostName>().unwrap());
+        assert!(may_go_on(&a, Some(&now(Some(a.clone())))));
+        assert!(!may_go_on(&a, Some(&now(Some(b)))));
+        assert!(!may_go_on(&a, Some(&now(None))) && !may_go_on(&a, None));
     }
 
     #[test]

@@ -12,9 +12,9 @@ use understudy_session::hand_back::WinnersWord;
 pub struct Arbiter {
     /// Owner of the VM.
     pub owner: HostId,
-    /// Since which change of owner.
+    /// Generation of that ownership.
     pub generation: Generation,
-    /// Down for everybody.
+    /// Whether it is down for everybody.
     pub down: bool,
     /// Sole owners' renewals, by the generation of their ownership.
     pub renewals: BTreeMap<Generation, Renewal>,
@@ -29,13 +29,13 @@ pub struct Question {
     pub ticket: u64,
     /// Host that asks.
     pub host: HostId,
-    /// For which session.
+    /// Session for which it asks.
     pub session: SessionId,
     /// The generation that the asker knows.
     pub from: Generation,
-    /// Whom it hands the VM to; itself if none.
+    /// Host that it hands the VM to; itself if none.
     pub to: Option<HostId>,
-    /// What whoever has won had said before.
+    /// Word that whoever has won had said before.
     pub word: WinnersWord,
 }
 

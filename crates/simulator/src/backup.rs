@@ -22,16 +22,16 @@ use understudy_session::hand_back::WinnersWord;
 /// A disk that is silent for longer hangs.
 const DISK_PATIENCE: Duration = Duration::from_secs(1);
 
-/// How much later than that a host that stands still now and then may notice.
+/// Time after that at which a host that stands still now and then may notice.
 const LATE_LOOK: Duration = Duration::from_millis(500);
 
 /// A winner that is awaited has so long to start the guest.
 const START_PATIENCE: Duration = Duration::from_secs(5);
 
-/// How often a backup proves that it could take over.
+/// Time between two proofs of a backup that it could take over.
 const PROOFS: Duration = Duration::from_millis(200);
 
-/// So long a primary that was told has to hang up, at least.
+/// The least time that a primary that was told has to hang up.
 const PARTING: Duration = Duration::from_secs(1);
 
 /// The VM on the host that keeps an understudy of it.
@@ -39,9 +39,9 @@ const PARTING: Duration = Duration::from_secs(1);
 pub struct Standby {
     /// Tells sessions apart.
     pub id: SessionId,
-    /// Whose backup it is.
+    /// Host whose backup it is.
     pub primary: HostId,
-    /// What decides.
+    /// The state machine that decides.
     pub core: backup::Standby,
     /// Checkpoints and acknowledgements.
     pub data: ConnectionId,
@@ -51,17 +51,17 @@ pub struct Standby {
     pub pages: Pages,
     pub(crate) staging: Staging<Message>,
     pub(crate) device_state: Option<State>,
-    /// What the guest sent that the primary may not have released.
+    /// Frames that the guest sent and that the primary may not have released.
     pub(crate) carried: Carried,
     /// Epochs that are whole, and not committed, applied or skipped.
     pub(crate) parts: VecDeque<StagedEpoch<Message>>,
-    /// What is to be done.
+    /// Errands that are to be done.
     pub(crate) errands: VecDeque<Errand>,
     /// Messages of the epoch in front that are applied already.
     pub(crate) progress: usize,
-    /// When the primary was told why this host gives up.
+    /// Time at which the primary was told why this host gives up.
     told: Option<Time>,
-    /// When it was given the VM.
+    /// Time at which it was given the VM.
     won: Option<Time>,
     /// Its disk did not take what was written.
     pub(crate) lost_writes: bool,
@@ -70,7 +70,7 @@ pub struct Standby {
     next_beat: Time,
     /// Its QEMU died.
     pub(crate) broken: bool,
-    /// What its QEMU executes, in lockstep.
+    /// Log that its QEMU executes, in lockstep.
     pub(crate) log: Following,
 }
 
@@ -282,7 +282,8 @@ impl World {
         }
     }
 
-    /// Whoever gives up says why, and its primary hears that before the end of a connection.
+    /// Checks that a backup which gives up says why, and that its primary hears that before the end
+    /// of a connection.
     fn check_told(&mut self, host: HostId, id: SessionId) {
         let now = self.now;
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
@@ -318,7 +319,7 @@ impl World {
         self.ask_others(host, id);
     }
 
-    /// For how long this host's disk has answered nothing.
+    /// The time for which this host's disk has answered nothing.
     fn disk_silence(&self, host: HostId) -> Duration {
         let host = &self.hosts[host.0];
         let hangs = host.disk_hangs_until > self.now;
@@ -359,7 +360,8 @@ impl World {
         self.cannot_run(host, id, BackupEvent::CannotServe("its disk fails".to_owned()));
     }
 
-    /// Now and then a backup that waits for the arbiter asks another host which generation it ran.
+    /// Has a backup that waits for the arbiter ask another host now and then which generation it
+    /// ran.
     fn ask_others(&mut self, host: HostId, id: SessionId) {
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         if !matches!(standby.core.phase(), BackupPhase::Contesting(_)) || !self.random.percent(5) {

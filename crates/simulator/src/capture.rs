@@ -12,7 +12,7 @@ use understudy_protocol::{
 };
 use understudy_session::primary::{Asked, Event as PrimaryEvent, Guests, next_step};
 
-/// Sometimes idle, sometimes busy, and always the same for a seed.
+/// An activity that is sometimes idle, sometimes busy, and always the same for a seed.
 fn guessed_activity(state: State) -> Activity {
     let busy_share = (state.number % 5) as f64 / 4.0;
     Activity { idle: state.number % 2 == 0, busy_share }
@@ -28,7 +28,7 @@ impl Guests for Looked {
     fn output_since(&self, _: LastCheckpoint) -> Option<Time> {
         self.since
     }
-    /// One that writes a block now and then fills no epoch.
+    /// Whether it fills an epoch: one that writes a block now and then does not.
     fn is_full(&self) -> bool {
         false
     }
@@ -37,7 +37,7 @@ impl Guests for Looked {
     }
 }
 
-/// What a checkpoint copied while the guest stood still.
+/// The copy that a checkpoint made while the guest stood still.
 #[derive(Debug)]
 pub struct Capture {
     epoch: Epoch,
@@ -203,7 +203,7 @@ impl World {
         self.consider_checkpoint(host, id);
     }
 
-    /// What the guest sent in the epoch goes with it.
+    /// Sends what the guest sent in the epoch with it.
     fn send_frames(&mut self, host: HostId, id: SessionId, epoch: Epoch) {
         let Some(running) = self.hosts[host.0].running() else { return };
         let mut message = CardFrames::outbound(epoch, CardIndex(0));

@@ -97,8 +97,8 @@ impl World {
         running.port.gate == Gate::Open && !self.is_beyond_its_lease(host)
     }
 
-    /// One live copy: whoever lets output out at once is the owner, or has a lease that whoever is
-    /// the owner by now waits for.
+    /// Checks that there is one live copy: whoever lets output out at once is the owner, or has a
+    /// lease that whoever is the owner by now waits for.
     pub(crate) fn check_live(&mut self) {
         let live = |host: &HostId| self.lets_out(*host);
         let live = (0..self.hosts.len()).map(HostId).filter(live);

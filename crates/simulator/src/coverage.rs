@@ -1,11 +1,11 @@
-//! What the schedules reached: a simulator that never gets into trouble proves
+//! The coverage of the schedules: a simulator that never gets into trouble proves
 //! nothing.
 
 use serde::Serialize;
 
 macro_rules! coverage {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// How often each interesting thing happened.
+        /// The number of times that each interesting thing happened.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
         pub struct Coverage {
             $($(#[$doc])* pub $name: u64,)*
@@ -46,7 +46,7 @@ coverage! {
     primaries_halted,
     /// A loser kept its guest.
     frozen,
-    /// It got the VM back.
+    /// A loser that kept its guest got the VM back.
     handed_back,
     /// A winner that had nothing of the VM, and knew of no grant, returned it when it was asked.
     grants_returned,
@@ -85,6 +85,8 @@ coverage! {
     sick_held_back,
     /// A backup said that it could not take over.
     backups_unfit,
+    /// A backup that could not take over for long was given up for another host.
+    backups_replaced,
     /// A backup that waited for the arbiter let go by its former primary's word.
     let_go,
     /// A standby could not serve any more.
@@ -105,7 +107,7 @@ coverage! {
     data_stalls,
     /// A backup that was heard, and acknowledged nothing, was given up.
     backups_useless,
-    /// Something failed for good.
+    /// A part failed for good.
     lasting_faults,
     /// A look at a VM whose output waited for longer than an epoch may take on which nothing moves.
     slow_epochs,
@@ -113,7 +115,7 @@ coverage! {
     power_losses,
     /// All hosts had lost their power.
     all_powerless,
-    /// Nobody could go on with the VM any more.
+    /// No host could go on with the VM any more.
     losses,
     /// The VM was brought up again from the image named valid.
     recoveries,
@@ -127,7 +129,7 @@ coverage! {
     partial_epochs_dropped,
     /// A backup that went live sent a frame of a committed epoch.
     frames_resent,
-    /// It was one that the outside had not seen.
+    /// A frame that was sent again was one that the outside had not seen.
     frames_rescued,
     /// The VM was protected again after it had lost its protection.
     reprotections,
@@ -135,7 +137,7 @@ coverage! {
     ran_on_three_hosts,
     /// A sole owner's lease ran out.
     leases_run_out,
-    /// It went on: the VM was still its own.
+    /// A sole owner whose lease ran out went on: the VM was still its own.
     leases_renewed_late,
     /// Output waited for a lease for good.
     frames_without_lease,

@@ -1,5 +1,5 @@
-//! What a backup does beside receiving, as its session gives it out: apply, settle, activate, start,
-//! forget.
+//! The work of a backup beside receiving, as its session gives it out: apply, settle, activate,
+//! start, forget.
 
 use crate::guest::{Claim, Frame, Guest, State};
 use crate::host::{Former, HostId, Image, Role, SessionId};
@@ -11,7 +11,7 @@ use understudy_protocol::{BackupPhase, CardIndex, Epoch, Generation};
 use understudy_session::backup::{Ending, Errand, Event as BackupEvent};
 
 impl World {
-    /// Something is to be done, soon.
+    /// Notes that something is to be done, soon.
     pub(crate) fn errand(&mut self, host: HostId, id: SessionId, errand: Errand) {
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         standby.errands.push_back(errand);
@@ -34,7 +34,7 @@ impl World {
         self.backup_event(host, id, BackupEvent::Done(0, errand, result));
     }
 
-    /// How it ended, if it has.
+    /// Carries out an errand; gives how it ended, if it has.
     fn carry_out(
         &mut self,
         host: HostId,
@@ -149,7 +149,7 @@ impl World {
         }
     }
 
-    /// This host's image is on stable storage and says that it is the valid one.
+    /// Brings this host's image to stable storage, where it says that it is the valid one.
     fn activate(&mut self, host: HostId, id: SessionId, generation: Generation) {
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         let Some(state) = standby.device_state else {
@@ -274,7 +274,7 @@ impl World {
         }
     }
 
-    /// What the former primary may not have released leaves from here, under the same
+    /// Sends from here what the former primary may not have released, under the same
     /// checks as any other output.
     fn resend(&mut self, host: HostId, carried: Vec<(CardIndex, Vec<u8>)>) {
         let frames: Vec<Frame> = carried.iter().map(|(_, bytes)| Frame::decode(bytes)).collect();

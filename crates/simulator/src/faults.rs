@@ -8,7 +8,7 @@ use understudy_protocol::{BackupPhase, PrimaryPhase};
 use understudy_session::primary::Event as PrimaryEvent;
 
 impl World {
-    /// Something happens that a fault may wait for.
+    /// Strikes with the faults that wait for what happens now.
     pub(crate) fn moment(&mut self, moment: Moment) {
         let mut due = Vec::new();
         for planned in &mut self.triggers {
@@ -236,7 +236,7 @@ impl World {
         self.primary_event(host, id, PrimaryEvent::GuestSick(reason));
     }
 
-    /// Whoever cannot take a checkpoint of it says so once it is due.
+    /// Makes a guest sick: its primary says so once a checkpoint is due that it cannot take.
     fn guest_falls_sick(&mut self, host: HostId, span: Duration) {
         if !self.is_well_protected(&self.hosts[host.0].role) {
             return;
@@ -282,8 +282,8 @@ impl World {
         }
     }
 
-    /// Nothing fails any more but what stays, and the operator wants protection. A host that is asleep wakes up, and a disk
-    /// that hangs answers, in its own time.
+    /// Begins the calm: nothing fails any more but what stays, and the operator wants protection. A
+    /// host that is asleep wakes up, and a disk that hangs answers, in its own time.
     pub(crate) fn calm(&mut self) {
         self.note_world(|| "CALM: nothing fails from here on".to_owned());
         self.triggers.clear();

@@ -9,7 +9,7 @@ pub const PAGES: usize = 8;
 /// Blocks of the guest's disk.
 pub const BLOCKS: usize = 8;
 
-/// What each page, or each disk block, holds: the state that wrote it last.
+/// The content of each page, or of each disk block: the state that wrote it last.
 pub type Pages = [u64; PAGES];
 /// See [`Pages`].
 pub type Blocks = [u64; BLOCKS];
@@ -51,12 +51,12 @@ pub struct Guest {
     pub flushed: Claim,
 }
 
-/// What a client was told is safe on disk: the blocks at the time of a flush.
+/// The claim by which a client was told what is safe on disk: the blocks at the time of a flush.
 #[derive(Clone, Copy, Debug)]
 pub struct Claim {
-    /// When the flush was.
+    /// State at the time of the flush.
     pub state: State,
-    /// What the blocks held.
+    /// Content of the blocks.
     pub blocks: Blocks,
 }
 
@@ -88,7 +88,7 @@ impl Frame {
     }
 }
 
-/// What a card does with the guest's frames.
+/// The gate of a card: what it does with the guest's frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gate {
     /// Lets them out at once.
@@ -102,10 +102,10 @@ pub enum Gate {
 /// The network card: a pipe from QEMU, and the output buffer behind it.
 #[derive(Debug)]
 pub struct Port {
-    /// What happens to frames.
+    /// Gate of the frames.
     pub gate: Gate,
     pipe: Vec<Frame>,
-    /// With the epochs whose commits they await, and the times at which they came.
+    /// Frames with the epochs whose commits they await, and the times at which they came.
     held: VecDeque<(Epoch, Time, Frame)>,
 }
 
@@ -115,7 +115,7 @@ impl Port {
         Port { gate, pipe: Vec::new(), held: VecDeque::new() }
     }
 
-    /// Since when the oldest of the frames that wait for their epochs has.
+    /// The time since which the oldest of the frames that wait for their epochs has.
     pub fn waits_since(&self) -> Option<Time> {
         self.held.front().map(|(_, came, _)| *came)
     }
@@ -130,7 +130,7 @@ impl Port {
         self.pipe.push(frame);
     }
 
-    /// What is in the pipe arrives; returns what goes out at once.
+    /// Lets what is in the pipe arrive; returns what goes out at once.
     pub fn drain(&mut self, now: Time) -> Vec<Frame> {
         let arrived = std::mem::take(&mut self.pipe);
         match self.gate {

@@ -48,7 +48,7 @@ impl World {
         silence
     }
 
-    /// Before a copy that was handed back lets anything out, that is on record.
+    /// Notes that a copy was handed back, before it lets anything out.
     pub(crate) fn note_hand_back(&mut self, host: HostId, id: SessionId, verdict: &Verdict) {
         let &Verdict::Returned(generation) = verdict else { return };
         let Some(session) = self.hosts[host.0].session(id) else { return };

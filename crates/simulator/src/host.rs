@@ -46,45 +46,45 @@ pub struct Host {
     pub life: u32,
     /// Whether it ever ran the VM.
     pub ran: bool,
-    /// It stood still from then on.
+    /// Time from which it stood still.
     pub stalled_from: Time,
-    /// Nothing runs here before this time.
+    /// Time before which nothing runs here.
     pub stalled_until: Time,
     /// For so long its clock stood still with it.
     pub clock_stood: Duration,
     /// What is applied here waits for the disk until then.
     pub disk_hangs_until: Time,
-    /// It has waited since then.
+    /// Time since which it has waited.
     pub disk_hangs_from: Time,
-    /// What is put on record here waits until then.
+    /// Time until which what is put on record here waits.
     pub record_hangs_until: Time,
-    /// So many times what is applied here fails.
+    /// Number of times that what is applied here fails.
     pub disk_fails: u32,
     /// The image of the VM's disk.
     pub image: Image,
-    /// What it does for the VM.
+    /// Role that it has for the VM.
     pub role: Role,
     /// Standbys that are no more: a grant may still come to them.
     pub former: Vec<Former>,
-    /// Whose backup it is, or was last.
+    /// Host whose backup it is, or was last.
     pub backs: Option<HostId>,
 }
 
-/// What is left of a standby that has forgotten the VM.
+/// The remains of a standby that has forgotten the VM.
 #[derive(Debug)]
 pub struct Former {
     /// Its session.
     pub id: SessionId,
-    /// What decided.
+    /// State machine that decided.
     pub core: Standby,
-    /// Who was its primary.
+    /// Host that was its primary.
     pub primary: HostId,
 }
 
-/// What a host does for the VM.
+/// The role of a host for the VM.
 #[derive(Debug)]
 pub enum Role {
-    /// Nothing.
+    /// Has no part in it.
     Idle,
     /// Runs it.
     Primary(Box<Running>),
@@ -115,7 +115,7 @@ pub struct Running {
     pub dialling: Option<Dialling>,
     /// Its lease.
     pub lease: Lease,
-    /// Until when output leaves.
+    /// Time until which output leaves.
     pub limit: Option<Time>,
     /// Search for the next backup.
     pub repair: Repair,
@@ -128,7 +128,7 @@ pub struct Running {
 /// An offer to a backup that has not been answered yet.
 #[derive(Clone, Copy, Debug)]
 pub struct Dialling {
-    /// To whom.
+    /// Host to which it is made.
     pub peer: HostId,
     /// The future session.
     pub session: SessionId,
@@ -141,13 +141,13 @@ pub struct Dialling {
 /// A disk image: what is written, and what of it would survive a power loss.
 #[derive(Clone, Debug)]
 pub struct Image {
-    /// What reads see.
+    /// Blocks as reads see them.
     pub blocks: Blocks,
-    /// What is on stable storage.
+    /// Blocks as they are on stable storage.
     pub synced: Blocks,
     /// The history that wrote it last.
     pub lineage: LineageId,
-    /// What it is, and since when; always on stable storage.
+    /// Role that it has, and since when; always on stable storage.
     pub record: Option<(ImageRole, Generation)>,
 }
 
@@ -229,7 +229,7 @@ impl Host {
         self.running()?.session.as_mut().filter(|session| session.id == id)
     }
 
-    /// Until when its next errand waits, if it is a standby's.
+    /// The time until which its next errand waits, if it is a standby's.
     pub fn errand_hangs_until(&self) -> Time {
         let records = match &self.role {
             Role::Backup(standby) => standby.is_recording(),

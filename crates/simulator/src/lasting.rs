@@ -5,25 +5,26 @@ use crate::schedule::FOR_GOOD;
 use crate::world::World;
 use understudy_protocol::{BackupPhase, Time};
 
-/// What fails for good, of the host that backs the VM up then, or between it and its primary.
+/// A part that fails for good, of the host that backs the VM up then, or between it and its
+/// primary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lasting {
     /// The backup's disk takes nothing any more.
     FailedDisk,
     /// The backup's disk answers nothing any more.
     HungDisk,
-    /// Nothing gets from one of both hosts to the other (true: to the backup).
+    /// No message gets from one of both hosts to the other (true: to the backup).
     OneWay(bool),
     /// Heartbeats get through between them, and nothing larger.
     Hole,
 }
 
-/// What has failed for good.
+/// The parts that have failed for good.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Lost {
     failed_disk: Option<HostId>,
     hung_disk: Option<HostId>,
-    /// From the first to the second.
+    /// Way that is cut, from the first to the second.
     cut: Option<(HostId, HostId)>,
     hole: Option<(HostId, HostId)>,
 }

@@ -12,7 +12,7 @@ use understudy_protocol::{
 };
 use understudy_session::primary::Event as PrimaryEvent;
 
-/// Shorter than the product's, as the schedules are.
+/// The length of a lease, shorter than the product's, as the schedules are.
 pub const LENGTH: Duration = Duration::from_millis(800);
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -27,7 +27,7 @@ pub struct Tending {
 }
 
 impl Tending {
-    /// Whose errand it is.
+    /// The host whose errand it is.
     pub fn host(&self) -> HostId {
         self.host
     }
@@ -225,7 +225,7 @@ impl World {
         up && self.has_whole_image(host) && self.arbiter.reachable(host)
     }
 
-    /// As `recover --force` does before anything is held.
+    /// Looks as `recover --force` does before anything is held.
     pub(crate) fn force_looks(&mut self, mut forcing: Forcing) {
         if !self.may_force(forcing.host) {
             return;

@@ -23,7 +23,7 @@ pub(crate) const PIPELINE: u64 = 48;
 /// Log that no output waits for is sent so much later.
 const GATHER: Duration = Duration::from_millis(3);
 
-/// What a guest does in one go.
+/// A step that a guest takes in one go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Step {
     /// The state that it comes to.
@@ -59,7 +59,7 @@ impl Step {
 /// A primary's log.
 #[derive(Debug, Default)]
 pub(crate) struct Recording {
-    /// What is in no batch yet.
+    /// Steps that are in no batch yet.
     steps: Vec<Step>,
     since: Option<Time>,
 }
@@ -69,15 +69,15 @@ pub(crate) struct Recording {
 pub(crate) struct Following {
     /// The last batch.
     pub last: Epoch,
-    /// What is not executed yet.
+    /// Steps that are not executed yet.
     steps: VecDeque<Step>,
     /// The next step has its time.
     feeding: bool,
     /// Its QEMU executes something else.
     pub diverges: bool,
-    /// Why nothing more can be executed.
+    /// Reason why nothing more can be executed.
     spoilt: Option<String>,
-    /// Nothing more is taken in.
+    /// Whether no more is taken in.
     pub ended: bool,
     /// All of it is executed: there is nothing left that could come out otherwise.
     completed: bool,
@@ -133,7 +133,7 @@ impl World {
         }
     }
 
-    /// What was sent so far belongs to the batch; all the log that led to it is in the batch.
+    /// Cuts a batch: what was sent so far belongs to it, and all the log that led to it is in it.
     fn cut_batch(&mut self, host: HostId, id: SessionId, last: bool) {
         let now = self.now;
         if last {

@@ -1,17 +1,17 @@
-//! Who could go on with the VM, and what took it from the last one that could: something that failed
-//! there, or what an operator wanted. No decision of the hosts ever may.
+//! The loss of the VM: who could go on with it, and what took it from the last one that could:
+//! something that failed there, or what an operator wanted. No decision of the hosts ever may.
 
 use crate::host::{HostId, Role};
 use crate::world::World;
 use understudy_protocol::{BackupPhase, Generation};
 
 impl World {
-    /// What has just happened may take the VM from a host.
+    /// Excuses a loss: what has just happened may take the VM from a host.
     pub(crate) fn excuse(&mut self, cause: impl Into<String>) {
         self.excuse = Some(cause.into());
     }
 
-    /// To be called after each event: who loses the VM needs an excuse.
+    /// Checks after each event that whoever loses the VM has an excuse.
     pub(crate) fn check_loss(&mut self) {
         let excuse = self.excuse.take();
         let carried = (0..self.hosts.len()).map(HostId).any(|host| self.carries(host));

@@ -1,4 +1,4 @@
-//! What arrives at a host finds the part of it that it is for.
+//! The way of what arrives at a host to the part of it that it is for.
 
 use crate::host::{HostId, Role, SessionId};
 use crate::network::ConnectionId;

@@ -10,9 +10,9 @@ pub use understudy_protocol::mutant::Mutant as CoreMutant;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 pub enum Mutant {
-    /// Of the product: the core decides wrongly.
+    /// A bug of the product: the core decides wrongly.
     Core(CoreMutant),
-    /// Of the simulated host: it does not what the core told it.
+    /// A bug of the simulated host: it does not do what the core told it.
     Driver(DriverMutant),
 }
 

@@ -21,9 +21,9 @@ pub struct Network {
     cuts: Vec<(HostId, HostId, Option<PathIndex>)>,
     /// Paths that carry nothing larger than heartbeats.
     pub holes: Vec<(HostId, HostId, PathIndex)>,
-    /// Added to every delay.
+    /// Time added to every delay.
     pub extra_delay: Duration,
-    /// So far apart the messages of data arrive.
+    /// Time between the arrivals of two messages of data.
     pub spacing: Duration,
     /// The next message to arrive is damaged.
     pub damage: bool,
@@ -36,10 +36,10 @@ pub struct Network {
 struct Connection {
     ends: [HostId; 2],
     path: PathIndex,
-    /// It carries more than heartbeats.
+    /// Whether it carries more than heartbeats.
     bulk: bool,
     open: [bool; 2],
-    /// Towards each end.
+    /// The pipe towards each end.
     pipes: [Pipe; 2],
 }
 
@@ -57,7 +57,7 @@ struct Pipe {
 #[derive(Debug)]
 struct Item {
     arrives: Time,
-    /// None: the other end closed.
+    /// The message; none if the other end closed.
     message: Option<Message>,
 }
 
@@ -78,7 +78,7 @@ impl Network {
         self.is_cut(from, to) || self.cuts.contains(&(from, to, Some(path)))
     }
 
-    /// Who is at the other end.
+    /// The host at the other end.
     pub fn other(&self, id: ConnectionId, host: HostId) -> HostId {
         self.connections[id.0].ends[1 - self.end_of(id, host)]
     }
@@ -242,7 +242,7 @@ impl World {
         self.schedule_arrival(id, end, Duration::ZERO);
     }
 
-    /// What arrives is not what was sent: the receiver must notice.
+    /// Delivers what is not what was sent: the receiver must notice.
     fn damaged_arrival(&mut self, to: HostId, id: ConnectionId, mut message: Message) {
         let at = self.random.index(message.payload.len().max(1));
         match message.payload.get_mut(at) {
@@ -301,7 +301,7 @@ impl World {
         }
     }
 
-    /// Nothing gets from one host to the other any more.
+    /// Cuts the way from one host to the other.
     pub(crate) fn cut(&mut self, from: HostId, to: HostId) {
         self.network.cuts.push((from, to, None));
     }
@@ -336,7 +336,7 @@ impl World {
         }
     }
 
-    /// Nothing more gets through to the end that was dialled, or (`unread`) nobody reads it there.
+    /// Lets no more through to the end that was dialled, or (`unread`) nobody reads it there.
     pub(crate) fn stall_data(&mut self, id: ConnectionId, unread: bool) {
         self.network.stuck.push((id, unread));
         self.coverage.data_stalls += 1;
@@ -353,7 +353,7 @@ impl World {
         }
     }
 
-    /// How many messages have arrived at the system of the end that was dialled.
+    /// The number of messages that have arrived at the system of the end that was dialled.
     pub(crate) fn delivered(&self, id: ConnectionId) -> u64 {
         let pipe = &self.network.connections[id.0].pipes[1];
         let unread = self.network.stuck.contains(&(id, true));
@@ -361,7 +361,7 @@ impl World {
         pipe.taken + here.count() as u64
     }
 
-    /// How many will have, once all that was sent so far has.
+    /// The number that will have, once all that was sent so far has.
     pub(crate) fn sent(&self, id: ConnectionId) -> u64 {
         let pipe = &self.network.connections[id.0].pipes[1];
         pipe.taken + pipe.items.len() as u64

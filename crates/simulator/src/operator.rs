@@ -1,4 +1,4 @@
-//! What operators do: hand over, end protection, want it again, recover.
+//! The work of operators: hand over, end protection, want it again, recover.
 
 use crate::host::{HostId, Role};
 use crate::world::{Event, World};
@@ -47,7 +47,7 @@ impl World {
         }
     }
 
-    /// If the VM is nowhere, the operator brings it up from the image that is
+    /// Has the operator, if the VM is nowhere, bring it up from the image that is
     /// valid for certain, by the records of the hosts that answer.
     pub(crate) fn recover_if_lost(&mut self) {
         let gone = |role: &Role| matches!(role, Role::Idle | Role::Fenced);

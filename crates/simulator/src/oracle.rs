@@ -1,4 +1,4 @@
-//! What really happened, which no host knows: the guest's histories, what each
+//! The truth about what happened, which no host knows: the guest's histories, what each
 //! epoch's boundary looked like, and what the outside was shown.
 
 use crate::guest::{Blocks, Claim, LineageId, Pages, State};
@@ -20,20 +20,20 @@ pub struct Boundary {
 /// The truth about a schedule.
 #[derive(Debug)]
 pub struct Oracle {
-    /// Of each lineage, the state that it began from.
+    /// The state that each lineage began from.
     origins: Vec<Option<State>>,
     last_state: u64,
     boundaries: BTreeMap<(SessionId, Epoch), Boundary>,
     /// The newest state that the outside saw.
     shown: Option<State>,
-    /// What clients were told is safe on disk.
+    /// The claim of what clients were told is safe on disk.
     claim: Option<Claim>,
     /// The host whose image the guest ran on last, or may run on next.
     ran_last: HostId,
 }
 
 impl Oracle {
-    /// Before anything happened.
+    /// The truth before anything happened.
     pub fn new() -> Oracle {
         Oracle {
             origins: Vec::new(),
@@ -117,7 +117,7 @@ impl Oracle {
         (self.shown, self.claim) = (None, None);
     }
 
-    /// From here on the guest's newest disk is on `host`.
+    /// Notes that from here on the guest's newest disk is on `host`.
     pub fn activate(&mut self, host: HostId) {
         self.ran_last = host;
     }
@@ -127,7 +127,7 @@ impl Oracle {
         self.ran_last
     }
 
-    /// What an image would lack, of what clients were told is safe, if the
+    /// The thing that an image would lack, of what clients were told is safe, if the
     /// power failed now.
     pub fn lacks(&self, image: &Image) -> Option<String> {
         let claim = self.claim?;

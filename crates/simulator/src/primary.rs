@@ -21,6 +21,9 @@ use understudy_session::primary::{Effect, Event as PrimaryEvent, Lead};
 /// A backup's word on itself counts for so long: less than in the product, as all here.
 const FRESH: Duration = Duration::from_millis(450);
 
+/// A backup that could not take over for so long is replaced: less than in the product, too.
+const SICK: Duration = Duration::from_secs(2);
+
 /// How much later than the bound a beat may come.
 const SLACK: Duration = Duration::from_millis(100);
 
@@ -29,7 +32,7 @@ const SLACK: Duration = Duration::from_millis(100);
 pub struct Session {
     /// Tells sessions apart.
     pub id: SessionId,
-    /// What decides.
+    /// State machine that decides.
     pub core: Lead,
     /// The backup.
     pub peer: HostId,
@@ -37,30 +40,31 @@ pub struct Session {
     pub data: ConnectionId,
     /// Signs of life, over each path.
     pub(crate) ways: Ways,
-    /// What the backup said last of itself, and when.
+    /// Word that the backup said last of itself, and its time.
     word: (Option<String>, Time),
-    /// It is handed over without a last checkpoint.
+    /// Whether it is handed over without a last checkpoint.
     pub(crate) hung: bool,
     /// The tag of disk writes: 0 during the first synchronisation.
     pub(crate) disk_epoch: Epoch,
     pub(crate) digests: BTreeMap<Epoch, EpochDigest>,
     /// Pages written since they were sent last.
     pub(crate) dirty: [bool; PAGES],
-    /// When the last pause began.
+    /// Time at which the last pause began.
     pub(crate) paused: Time,
     pub(crate) rendezvous: Rendezvous,
-    /// Behind the first epoch the backup gets a log.
+    /// Whether the backup gets a log behind the first epoch.
     pub(crate) lockstep: bool,
-    /// What of it is not sent yet.
+    /// Part of it that is not sent yet.
     pub(crate) recording: Recording,
     /// The first synchronisation, or a checkpoint, is being taken.
     pub(crate) busy: bool,
     pub(crate) check_at: Option<Time>,
-    /// What has got to the backup, and when that last grew by something of the oldest epoch in flight.
+    /// Number of messages that have got to the backup, and the time at which that last grew by
+    /// something of the oldest epoch in flight.
     pub(crate) delivered: (u64, Time),
-    /// How much has when all of an epoch has.
+    /// Number that have when all of an epoch has.
     pub(crate) ends: BTreeMap<Epoch, u64>,
-    /// When the epochs in flight were captured, oldest first.
+    /// Times at which the epochs in flight were captured, oldest first.
     pub(crate) flying: VecDeque<Time>,
     next_beat: Time,
 }
@@ -74,7 +78,8 @@ impl World {
         let Some(dialled) = running.dialling.take() else { return };
         let id = dialled.session;
         let core = Primary::new(running.generation, timeout, now);
-        let mut lead = Lead::new(core, 1, dialled.peer.name(), now).with_freshness(FRESH, now);
+        let lead = Lead::new(core, 1, dialled.peer.name(), now).with_freshness(FRESH, now);
+        let mut lead = lead.with_patience(SICK);
         if lockstep {
             lead.set_pipeline(PIPELINE);
         }
@@ -154,7 +159,7 @@ impl World {
         }
     }
 
-    /// As the daemon asks its system.
+    /// Looks at the headway, as the daemon asks its system.
     fn look_at_headway(&mut self, host: HostId, id: SessionId) {
         let Some(data) = self.hosts[host.0].session(id).map(|session| session.data) else { return };
         let (now, delivered) = (self.now, self.delivered(data));
@@ -174,6 +179,7 @@ impl World {
         self.primary_event(host, id, PrimaryEvent::Headway(headway));
     }
 
+    /// Moves the data to a better path where it waits too long.
     fn look_for_better_path(&mut self, host: HostId, id: SessionId) {
         let now = self.now;
         let Some(session) = self.hosts[host.0].session(id) else { return };
@@ -182,7 +188,7 @@ impl World {
         }
     }
 
-    /// Whoever is sick leaves the VM to a backup that stands ready and can be reached.
+    /// Checks that a sick host leaves the VM to a backup that stands ready and can be reached.
     fn check_sick_winner(&mut self, host: HostId, before: &PrimaryPhase, after: &PrimaryPhase) {
         let won = matches!((before, after), (PrimaryPhase::Contesting(_), PrimaryPhase::Alone(_)));
         let now = self.now;
@@ -194,7 +200,7 @@ impl World {
         }
     }
 
-    /// Nobody is called protected against the word of its backup, or by an old one.
+    /// Checks that nobody is called protected against the word of its backup, or by an old one.
     fn check_standing(&mut self, host: HostId, id: SessionId) {
         let (now, awake) = (self.now, self.hosts[host.0].stalled_until);
         let Some(session) = self.hosts[host.0].session(id) else { return };
@@ -220,7 +226,7 @@ impl World {
         }
     }
 
-    /// Nobody is called protected whose output waits, and for nothing.
+    /// Checks that nobody is called protected whose output waits, and for nothing.
     fn check_delivery(&mut self, host: HostId, id: SessionId) {
         let (now, awake) = (self.now, self.hosts[host.0].stalled_until);
         let Some(session) = self.hosts[host.0].session(id) else { return };
@@ -271,6 +277,12 @@ impl World {
                 }
                 Effect::BackupUnfit(_) => self.coverage.backups_unfit += 1,
                 Effect::BackupFit => {}
+                Effect::BackupSick(reason) => {
+                    if let Some(session) = self.hosts[host.0].session(id) {
+                        let event = RepairEvent::Sick(session.peer.name(), reason);
+                        self.repair_event(host, event);
+                    }
+                }
             }
         }
         if before != after {
@@ -357,7 +369,7 @@ impl World {
         }
     }
 
-    /// From here on the backup is to go on exactly where the guest stands.
+    /// Notes that from here on the backup is to go on exactly where the guest stands.
     fn note_hand_over(&mut self, host: HostId, id: SessionId) {
         let Some(running) = self.hosts[host.0].running() else { return };
         let planned = running.session.as_ref().filter(|session| !session.hung);

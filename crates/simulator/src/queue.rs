@@ -1,4 +1,4 @@
-//! What is to happen, in order of time.
+//! The queue of what is to happen, in order of time.
 
 use std::time::Duration;
 use understudy_protocol::Time;
@@ -6,8 +6,8 @@ use understudy_protocol::Time;
 /// Things to come. Of those at one time, what was put first comes first.
 #[derive(Debug)]
 pub struct Queue<T> {
-    /// When, and which was put first; and where the thing is. The last comes next: few wait at a
-    /// time, and most are put near the end.
+    /// Keys of when, and which was put first; and where the thing is. The last comes next: few wait
+    /// at a time, and most are put near the end.
     order: Vec<(u128, usize)>,
     /// Things lie still here, however the order changes.
     things: Vec<Option<T>>,
@@ -16,7 +16,7 @@ pub struct Queue<T> {
 }
 
 impl<T> Queue<T> {
-    /// Nothing is to come.
+    /// A queue without anything to come.
     pub fn new() -> Queue<T> {
         Queue { order: Vec::new(), things: Vec::new(), free: Vec::new(), puts: 0 }
     }

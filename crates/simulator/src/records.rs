@@ -1,4 +1,4 @@
-//! Which host's image is valid: the decision of `understudy recover`, checked
+//! The valid image's host: the decision of `understudy recover`, checked
 //! against the truth.
 
 use crate::host::{HostId, Image};
@@ -17,7 +17,7 @@ impl World {
         self.check_records();
     }
 
-    /// This host has given back the VM that it had won: a mirror stays one.
+    /// Notes that this host has given back the VM that it had won: a mirror stays one.
     pub(crate) fn note_returned(&mut self, host: HostId) {
         let counts = self.has(DriverMutant::ReturnedMirrorRan);
         let Some((role, _)) = &mut self.hosts[host.0].image.record else { return };
@@ -29,8 +29,8 @@ impl World {
         self.check_records();
     }
 
-    /// If all power failed now, what clients were told is safe must be on the
-    /// image that the guest ran on last.
+    /// Checks that, if all power failed now, what clients were told is safe would be on the image
+    /// that the guest ran on last.
     pub(crate) fn check_image(&mut self) {
         let host = self.oracle.ran_last();
         let image: &Image = &self.hosts[host.0].image;

@@ -8,6 +8,7 @@ use std::time::Duration;
 use understudy_protocol::Generation;
 use understudy_protocol::repair::{Candidate, Fitness, RepairAction, RepairEvent};
 use understudy_protocol::wire::{Kind, Message};
+use understudy_session::primary::Event as PrimaryEvent;
 
 /// An offer that is not answered by then is withdrawn.
 const OFFER_TIMEOUT: Duration = Duration::from_secs(1);
@@ -30,7 +31,19 @@ impl World {
                     self.after(answers, Event::Surveyed(host, copy));
                 }
                 RepairAction::Attempt(name) => self.offer(host, &name),
+                RepairAction::Replace(reason) => self.replace_backup(host, reason),
             }
+        }
+    }
+
+    /// Another host would take the VM whose backup could not take over; the arbiter is asked whether it answers.
+    fn replace_backup(&mut self, host: HostId, reason: String) {
+        let session = self.hosts[host.0].running().and_then(|running| running.session.as_ref());
+        let Some(id) = session.map(|session| session.id) else { return };
+        if self.arbiter.reachable(host) {
+            self.note(host, || format!("gives its backup up: {reason}"));
+            self.coverage.backups_replaced += 1;
+            self.primary_event(host, id, PrimaryEvent::Replace(reason));
         }
     }
 

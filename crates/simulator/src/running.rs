@@ -38,7 +38,7 @@ impl World {
         self.after(self.paced(host, next), Event::GuestStep(host, copy, runs));
     }
 
-    /// At the end of a step, which is logged before anything of it is sent.
+    /// Lets the guest talk at the end of a step, which is logged before anything of it is sent.
     fn guest_talks(&mut self, host: HostId, step: Step) {
         let now = self.now;
         let flushes = self.random.percent(8);

@@ -10,7 +10,7 @@ use understudy_protocol::{Policy, Time};
 /// Faults strike before this time.
 const TROUBLE: u64 = 4_000;
 
-/// Longer than any schedule.
+/// A time longer than any schedule.
 pub(crate) const FOR_GOOD: Duration = Duration::from_secs(3_600);
 
 /// Of two clocks that go wrong by so many millionths, one too fast and one too slow, the one is faster by
@@ -20,9 +20,9 @@ pub const TENTH_APART: i64 = 47_619;
 /// What a seed decides in advance; the rest is decided as it happens.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Schedule {
-    /// How many hosts there are.
+    /// Number of hosts.
     pub hosts: usize,
-    /// When the primary checkpoints.
+    /// Policy of when the primary checkpoints.
     pub policy: Policy,
     /// Whether its backup gets a log instead, behind the first checkpoint.
     pub lockstep: bool,
@@ -30,9 +30,9 @@ pub struct Schedule {
     pub timeout: Duration,
     /// Delay of a message, in microseconds.
     pub latency: (u64, u64),
-    /// Of a hundred answers of the arbiter, so many are lost, late or doubled.
+    /// Number, of a hundred answers of the arbiter, that are lost, late or doubled.
     pub lost_answers: u64,
-    /// What goes wrong.
+    /// Faults that strike.
     pub faults: Vec<Planned>,
     /// A host that does not reach the arbiter even when all else is well.
     pub without_arbiter: Option<usize>,
@@ -53,18 +53,18 @@ pub struct Schedule {
 /// A fault and its time.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Planned {
-    /// When it strikes.
+    /// Time at which it strikes.
     pub when: When,
-    /// What strikes.
+    /// Fault that strikes.
     pub fault: Fault,
 }
 
-/// When a fault strikes.
+/// The time at which a fault strikes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum When {
-    /// At this time.
+    /// The fault strikes at this time.
     At(Time),
-    /// When this has happened so many times: the moments that matter are short.
+    /// The fault strikes when this has happened so many times: the moments that matter are short.
     Upon(Moment, u32),
 }
 
@@ -106,7 +106,7 @@ pub enum Target {
     Host(usize),
 }
 
-/// What goes wrong.
+/// A fault: what goes wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// A host loses its power for so long.
@@ -121,9 +121,9 @@ pub enum Fault {
     QemuHang,
     /// The guest of a protected primary does nothing any more, and cannot be saved, for so long.
     SickGuest(Duration),
-    /// Nothing gets through between primary and backup.
+    /// No message gets through between primary and backup.
     Partition(Duration),
-    /// Nothing gets through one way: from the primary, or to it.
+    /// No message gets through one way: from the primary, or to it.
     OneWay(bool, Duration),
     /// A host is cut off from the others and from the arbiter.
     Isolation(Target, Duration),
@@ -148,7 +148,7 @@ pub enum Fault {
     DataStall(bool, Duration),
     /// One of several paths fails, the one that carries the data (true) or another.
     Path(Flaw, bool, Duration),
-    /// Everything is late.
+    /// Every message is late.
     Delay(Duration, Duration),
     /// Data comes slowly, a message each such time.
     SlowData(Duration, Duration),
@@ -161,7 +161,7 @@ pub enum Fault {
     /// The operator ends protection; then the sole owner stands still, or is isolated, for so long,
     /// and the operator forces the VM onto another host.
     Force(bool, Duration),
-    /// Something fails for good.
+    /// A part fails for good.
     Lasts(Lasting),
 }
 

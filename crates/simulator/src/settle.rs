@@ -1,15 +1,15 @@
-//! How a schedule ends: what must have come back once nothing fails any more.
+//! The end of a schedule: what must have come back once nothing fails any more.
 
 use crate::host::{HostId, Role};
 use crate::world::World;
 use std::time::Duration;
 use understudy_protocol::{Epoch, PrimaryPhase};
 
-/// Once nothing goes wrong any more, protection must be back within this time.
+/// Time within which protection must be back once nothing goes wrong any more.
 const RETURN_WITHIN: Duration = Duration::from_secs(20);
 
 impl World {
-    /// How long to wait for what the schedule allows to come back.
+    /// The time to wait for what the schedule allows to come back.
     pub(crate) fn patience(&self) -> Duration {
         // A primary that has told a backup to take over, whose disk hangs by now, gives it 10 s.
         let waits = self.may_be_protected() || self.lost.is_hung();
@@ -21,7 +21,7 @@ impl World {
         let schedule = &self.schedule;
         let lost = [schedule.never_returns.is_some(), self.lost.is_any()];
         let left = self.hosts.len() - lost.into_iter().filter(|lost| *lost).count();
-        !self.lost.is_hung() && left > 1 && schedule.without_arbiter.is_none()
+        left > 1 && schedule.without_arbiter.is_none()
     }
 
     /// Protection has not come back. Excused only where there is no VM any more,

@@ -5,17 +5,17 @@ use crate::schedule::{Planned, Schedule};
 use crate::sweep::{Story, play};
 use serde::Serialize;
 
-/// With something left out, what chance decides comes out differently: tried so often.
+/// Number of tries with something left out: what chance decides comes out differently then.
 const CHANCES: u64 = 8;
 
-/// What is left of a schedule, and what happens in it.
+/// The remains of a schedule, and what happens in it.
 #[derive(Debug, Serialize)]
 pub struct Shrunk {
     /// Faults of the whole schedule.
     pub faults_before: usize,
-    /// Those that are left.
+    /// Faults that are left.
     pub faults: Vec<String>,
-    /// What happens with them.
+    /// Story that happens with them.
     pub story: Story,
 }
 

@@ -1,4 +1,4 @@
-//! Many seeds, on all processors, and what came out.
+//! The sweep over many seeds, on all processors, and what came out.
 
 use crate::coverage::Coverage;
 use crate::mutant::Mutant;
@@ -12,21 +12,21 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use understudy_protocol::mutant::plant;
 
-/// What came out of a range of seeds.
+/// The result of a range of seeds.
 #[derive(Debug, Default, Serialize)]
 pub struct Report {
     /// Schedules that were run.
     pub schedules: u64,
-    /// How many of them broke an invariant.
+    /// Number of them that broke an invariant.
     pub violations: usize,
     /// The planted bugs.
     pub mutants: Mutants,
     /// The seeds that broke an invariant, and which.
     pub failures: Vec<Failure>,
-    /// What is needed of the first one's schedule to break one.
+    /// Part of the first one's schedule that is needed to break one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub shrunk: Option<Shrunk>,
-    /// What the schedules reached.
+    /// Coverage of the schedules.
     pub coverage: Coverage,
 }
 
@@ -35,22 +35,22 @@ pub struct Report {
 pub struct Failure {
     /// The seed.
     pub seed: u64,
-    /// What was broken.
+    /// Invariant that was broken.
     pub violation: String,
 }
 
-/// How the planted bugs fared.
+/// The results of the planted bugs.
 #[derive(Debug, Default, Serialize)]
 pub struct Mutants {
-    /// How many were planted.
+    /// Number that were planted.
     pub planted: usize,
-    /// How many of them were found.
+    /// Number of them that were found.
     pub found: usize,
-    /// How each was found.
+    /// Result of each.
     pub each: Vec<Found>,
 }
 
-/// How a planted bug was found.
+/// The result of a planted bug.
 #[derive(Debug, Serialize)]
 pub struct Found {
     /// The bug.
@@ -65,11 +65,11 @@ pub struct Story {
     /// The seed; none of what is left of a seed's schedule.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub seed: Option<u64>,
-    /// What was broken, if anything.
+    /// Invariant that was broken, if any was.
     pub violation: Option<String>,
-    /// What happened, a line each.
+    /// Events, a line each.
     pub trace: Vec<String>,
-    /// What was reached.
+    /// Coverage of the schedule.
     pub coverage: Coverage,
 }
 

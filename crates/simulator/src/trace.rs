@@ -1,9 +1,9 @@
-//! What happened, for people.
+//! The story of what happened, for people.
 
 use crate::host::HostId;
 use understudy_protocol::Time;
 
-/// Undisturbed checkpoints in a row: more lines than this are left out, but for
+/// The number of lines of undisturbed checkpoints in a row: more than that are left out, but for
 /// the first and the last of them.
 const ROUTINE_LINES: usize = 12;
 const ROUTINE_FIRST: usize = 3;
@@ -14,7 +14,7 @@ const ROUTINE_LAST: usize = 6;
 pub struct Trace {
     wanted: bool,
     lines: Vec<String>,
-    /// What is routine since anything else happened.
+    /// Lines of routine since anything else happened.
     routine: Vec<String>,
 }
 

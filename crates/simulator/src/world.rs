@@ -24,13 +24,13 @@ use understudy_session::primary::Event as PrimaryEvent;
 /// A beat that comes later than this tells of an own stall, not of the peer's.
 pub const OWN_STALL: Duration = Duration::from_millis(50);
 
-/// What waits for a disk that hangs is looked at this often.
+/// Time between two looks at what waits for a disk that hangs.
 const HANG_LOOK: Duration = Duration::from_millis(200);
 
 /// The operator looks at the hosts this often.
 const OPERATOR_LOOKS: Duration = Duration::from_millis(300);
 
-/// Something that will happen.
+/// An event that will happen.
 #[derive(Debug)]
 pub(crate) enum Event {
     GuestStep(HostId, CopyId, u32),
@@ -75,12 +75,12 @@ pub(crate) enum Event {
     ForceTakes(Forcing),
 }
 
-/// Everything.
+/// The world: all that there is.
 pub(crate) struct World {
     pub(crate) now: Time,
     pub(crate) schedule: Schedule,
     pub(crate) random: Random,
-    /// What is left to chance about leases.
+    /// Chance of what is left to it about leases.
     pub(crate) lease_random: Random,
     /// And about records that were being written when something failed.
     pub(crate) record_random: Random,
@@ -101,13 +101,13 @@ pub(crate) struct World {
     pub(crate) violation: Option<String>,
     /// The generation at which a host was given the VM by force, and did not start it.
     pub(crate) forced_in_vain: Option<Generation>,
-    /// What has failed for good.
+    /// Parts that have failed for good.
     pub(crate) lost: Lost,
-    /// Of this session one path has failed, another works, and nothing else fails.
+    /// Session of which one path has failed, another works, and nothing else fails.
     pub(crate) spare_path: Option<SessionId>,
-    /// Somebody could go on with the VM.
+    /// Whether somebody could go on with the VM.
     pub(crate) carried: bool,
-    /// What of the present event may take it from a host.
+    /// Part of the present event that may take it from a host.
     pub(crate) excuse: Option<String>,
     answered: BTreeSet<u64>,
     pub(crate) copies: u32,
@@ -118,9 +118,9 @@ pub(crate) struct World {
     protections: u64,
     /// Commits when calm came.
     pub(crate) commits_before: Option<u64>,
-    /// When output last left the VM.
+    /// Time at which output last left the VM.
     pub(crate) last_output: Time,
-    /// When the copy that is live went live.
+    /// Time at which the copy that is live went live.
     pub(crate) live_since: Time,
 }
 
@@ -235,7 +235,7 @@ impl World {
         self.trace.note(self.now, Some(host), words);
     }
 
-    /// Something that matters only when something else happens near it.
+    /// Notes what matters only when something else happens near it.
     pub(crate) fn note_routine(&mut self, host: HostId, words: impl FnOnce() -> String) {
         self.trace.routine(self.now, host, words);
     }
@@ -257,7 +257,7 @@ impl World {
         }
     }
 
-    /// Until when the host that the event happens to stands still, if it does.
+    /// The time until which the host that the event happens to stands still, if it does.
     fn stalled(&self, event: &Event) -> Option<Time> {
         use Event::*;
         let host = match event {

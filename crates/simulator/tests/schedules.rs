@@ -51,7 +51,7 @@ fn broken_by(mutant: Mutant) -> &'static str {
             }
             MixEpochs => "refuses what the primary sent",
             NeverSuspect => "although nothing fails",
-            GiveUpRepair | StayWithAttempt => "protection did not return",
+            GiveUpRepair | StayWithAttempt | KeepTheSick => "protection did not return",
             MirrorCounts | ConcludeFromSilence | SilentNeverRan => "image is valid, named is",
             StartForeign => "may start the VM",
         },

@@ -1,15 +1,15 @@
-//! Who was heard when, and when to ask again: both coordinators repeat what they last said
-//! until it is answered, and cohorts answer with where they stand. So a lost message costs one
-//! interval, and silence means trouble.
+//! Contact with others: who was heard when, and when to ask again: both coordinators repeat what
+//! they last said until it is answered, and cohorts answer with where they stand. So a lost message
+//! costs one interval, and silence means trouble.
 
 use crate::Member;
 use std::time::Duration;
 use understudy_protocol::Time;
 
-/// How often an order that is not carried out yet is repeated.
+/// Time after which an order that is not carried out yet is repeated.
 pub const REPEAT: Duration = Duration::from_millis(200);
 
-/// How long the other side may be silent. Work may take longer: whoever does it says so.
+/// Time for which the other side may be silent. Work may take longer: whoever does it says so.
 pub const SILENCE: Duration = Duration::from_secs(5);
 
 /// The longest time between two looks at the clock that counts as silence in full: a host that
@@ -28,12 +28,12 @@ impl Silence {
         Silence { length: Duration::ZERO, looked: now }
     }
 
-    /// Something was heard.
+    /// Ends it, as something was heard.
     pub fn end(&mut self, now: Time) {
         *self = Silence::new(now);
     }
 
-    /// Nothing was heard since the last look; whether that is too long.
+    /// Looks, as nothing was heard since the last look, whether that is too long.
     pub fn look(&mut self, now: Time) -> bool {
         self.length += (now - self.looked).min(LOOK);
         self.looked = now;
@@ -88,7 +88,7 @@ impl Contact {
 pub struct Failure {
     /// Member that failed; none if no single one did.
     pub member: Option<Member>,
-    /// What happened, for people.
+    /// The reason, for people.
     pub why: String,
 }
 

@@ -49,7 +49,7 @@ pub struct Crossing {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StartOrder {
     rings: Vec<Ring>,
-    /// For each member, its ring.
+    /// The ring of each member.
     ring_of: Vec<usize>,
 }
 
@@ -106,7 +106,7 @@ impl StartOrder {
         self.ring_of[member.index()]
     }
 
-    /// How many members there are.
+    /// The number of members.
     pub fn members(&self) -> usize {
         self.ring_of.len()
     }
@@ -133,7 +133,7 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// For each node the index of its ring.
+    /// The index of the ring of each node.
     fn rings(edges: &[BTreeSet<usize>]) -> Vec<usize> {
         let nodes = edges.len();
         let mut search = Search {

@@ -1,4 +1,4 @@
-//! What a restored member's memory is filled with, and in which order: what the guest waits for
+//! The loading of a restored member's memory, and its order: what the guest waits for
 //! first, then the queue of first accesses, then the rest.
 //!
 //! A chunk is read whole, and everything in it is filled in: a guest that faults on a buffer of
@@ -10,10 +10,10 @@ use crate::format::{AreaMap, Page};
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use understudy_protocol::{BlockId, PageIndex, PageRun};
 
-/// What a page that the guest has touched needs.
+/// The need of a page that the guest has touched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Demand {
-    /// It is zero: fill it with zeros, at once.
+    /// The page is zero: fill it with zeros, at once.
     Zero,
     /// Its chunk has been filled in: wake who waits.
     Filled,
@@ -26,7 +26,7 @@ pub enum Demand {
 pub struct Fill {
     /// The pages.
     pub pages: PageRun,
-    /// Where the first one's content begins in the chunk, in units; the others follow.
+    /// Offset of the first one's content in the chunk, in units; the others follow.
     pub slot: u16,
 }
 
@@ -34,13 +34,13 @@ pub struct Fill {
 #[derive(Debug)]
 pub struct Loader {
     maps: BTreeMap<BlockId, AreaMap>,
-    /// What is made of each chunk.
+    /// Pages that are filled from each chunk.
     fills: HashMap<ChunkId, Vec<Fill>>,
     /// Chunks that the guest waits for.
     demanded: VecDeque<ChunkId>,
     /// All chunks in the order of the queue, then of the memory.
     planned: VecDeque<ChunkId>,
-    /// How many chunks, of those in the order of the queue, hold what is loaded before the start.
+    /// Chunks, of those in the order of the queue, that hold what is loaded before the start.
     before_start: HashSet<ChunkId>,
     asked: HashSet<ChunkId>,
     filled: HashSet<ChunkId>,

@@ -4,15 +4,15 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::str::FromStr;
 
-/// How a group is restored.
+/// The mode in which a group is restored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mode {
     /// All memory before the start.
     Eager,
-    /// Nothing before the start; all on demand.
+    /// No memory before the start; all on demand.
     Lazy,
-    /// What statistical sampling says, most recently used pages first.
+    /// The pages that statistical sampling gives, most recently used pages first.
     WorkingSet,
     /// The queue of first accesses, each member started when it is loaded.
     HotNoLine,
@@ -67,7 +67,7 @@ impl FromStr for Mode {
     }
 }
 
-/// How much of the working set is loaded before the start, 0 to 2; half of it by default.
+/// The part of the working set that is loaded before the start, 0 to 2; half of it by default.
 #[derive(Clone, Copy, Debug, PartialEq, PartialOrd, Serialize, Deserialize, JsonSchema)]
 #[serde(try_from = "f64", into = "f64")]
 pub struct WorkingSetFactor(f64);

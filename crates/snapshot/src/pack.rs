@@ -10,7 +10,7 @@ use understudy_encoding::is_zero_page;
 /// each, some 64 MiB at most for an area.
 const REMEMBERED: usize = 1 << 20;
 
-/// Which chunks a unit goes into.
+/// The chunks that a unit goes into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Lane {
     /// Chunks of the working set: units lie in the order in which they are put here, that of
@@ -29,14 +29,14 @@ pub struct NewChunk {
     pub content: Vec<u8>,
 }
 
-/// What became of the units of an area.
+/// The fate of the units of an area.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Packed {
     /// Units that were put.
     pub put: u64,
     /// Zeros among them.
     pub zeros: u64,
-    /// Those whose content was there already.
+    /// Units whose content was there already.
     pub duplicates: u64,
 }
 
@@ -49,7 +49,7 @@ pub struct Packer {
     open: [Open; 2],
     /// Names of chunks by ordinal; none of an open one.
     names: Vec<Option<ChunkId>>,
-    /// Where content is, each lane by itself: a unit of the working set that lies elsewhere
+    /// Places of content, each lane by itself: a unit of the working set that lies elsewhere
     /// too is stored again, among its neighbours in time.
     known: HashMap<(Lane, ChunkId), (Ordinal, u16)>,
     changes: Vec<(u64, Option<(Ordinal, u16)>)>,

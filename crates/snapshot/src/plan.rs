@@ -1,5 +1,5 @@
-//! How much of each member's working set to load before its start, so that the members are
-//! ready in the order in which they start (HotRestore, restore line).
+//! The plan of how much of each member's working set to load before its start, so that the members
+//! are ready in the order in which they start (HotRestore, restore line).
 //!
 //! A member that is loaded and must wait for another one wastes the wait; one that is late
 //! makes the others speak into the void. Both are avoided by loading a little more of one and a
@@ -14,11 +14,11 @@ use good_lp::{
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// What a page moved costs is one. A second in which a loaded member waits costs what could
-/// have been loaded in it, so many times: rather move than wait.
+/// The cost of waiting, where that of a page moved is one: a second in which a loaded member waits
+/// costs what could have been loaded in it, so many times: rather move than wait.
 const WAITING: f64 = 8.0;
 
-/// What is known of a member before its restore.
+/// The load of a member, as it is known before its restore.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Load {
     /// Pages that should be loaded before its start: half of its working set, say.
@@ -29,24 +29,24 @@ pub struct Load {
     pub most: u64,
     /// Bytes a second that its host loads for it from the store.
     pub bytes_per_second: u64,
-    /// What its start takes beside: the QEMU, the device state.
+    /// Time that its start takes beside: the QEMU, the device state.
     pub beside: Duration,
 }
 
-/// What to load before each start, and when that is expected.
+/// The plan of what to load before each start, and when that is expected.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
-    /// For each member, the pages of its queue to load before it starts.
+    /// The pages of each member's queue to load before it starts.
     pub pages: Vec<u64>,
-    /// For each member, when it is expected to be loaded.
+    /// The time at which each member is expected to be loaded.
     pub loaded: Vec<Duration>,
-    /// For each member, when it is expected to start: members of a ring at the same time, and
+    /// The time at which each member is expected to start: members of a ring at the same time, and
     /// none before those that it starts after.
     pub start: Vec<Duration>,
 }
 
-/// Why there is no plan. The wanted sizes will do then: the order of starts is kept by the
-/// protocol of the restore, only with longer waits.
+/// The reason why there is no plan. The wanted sizes will do then: the order of starts is kept by
+/// the protocol of the restore, only with longer waits.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoPlan {
     /// A member's figures contradict each other.
@@ -96,7 +96,7 @@ impl Plan {
 }
 
 impl Load {
-    /// How long it takes to load so many pages.
+    /// The time that it takes to load so many pages.
     fn time(&self, pages: u64) -> Duration {
         let bytes = pages as f64 * UNIT_BYTES as f64;
         self.beside + Duration::from_secs_f64(bytes / self.bytes_per_second.max(1) as f64)
@@ -158,7 +158,7 @@ impl Program {
         self.sizes.push(size);
     }
 
-    /// One ring starts no later than another, and not much earlier.
+    /// Has one ring start no later than another, and not much earlier.
     fn pair(&mut self, first: Variable, then: Variable, gap: Duration, cost: f64) {
         let excess = self.variables.add(variable().min(0.0));
         self.constraints.push(constraint!(first <= then));

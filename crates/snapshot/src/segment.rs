@@ -1,15 +1,15 @@
-//! What a frame in flight is, as far as the order of starts needs to know.
+//! The kind of a frame in flight, as far as the order of starts needs to know.
 
 use serde::{Deserialize, Serialize};
 
-/// What the sender of a frame waits for.
+/// The kind of a frame, by what its sender waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Segment {
     /// TCP data, SYN or FIN: the sender's timer runs until it is acknowledged.
     Data,
     /// TCP that only acknowledges.
     Acknowledgement,
-    /// Anything else: no timer of the kind that doubles.
+    /// A frame of any other kind: no timer of the kind that doubles.
     Other,
 }
 

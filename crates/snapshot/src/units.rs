@@ -1,7 +1,8 @@
 //! The quantities that cross module borders, each with a type of its own.
 
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::de::Error;
+use serde::{Deserialize, Deserializer, Serialize};
 use std::fmt;
 use std::str::FromStr;
 use understudy_protocol::{BlockId, DiskIndex, countable};
@@ -41,8 +42,8 @@ impl fmt::Display for SnapshotNumber {
     }
 }
 
-/// How often the group was restored. What a member sent before a restore must not reach a
-/// member after it: it comes from a future that has not happened.
+/// The number of times that the group was restored. What a member sent before a restore must not
+/// reach a member after it: it comes from a future that has not happened.
 #[derive(
     Clone,
     Copy,
@@ -58,7 +59,28 @@ impl fmt::Display for SnapshotNumber {
     JsonSchema,
 )]
 #[serde(transparent)]
-pub struct Incarnation(pub u32);
+pub struct Incarnation(#[serde(deserialize_with = "incarnation")] pub u32);
+
+impl Incarnation {
+    /// More than any group has; an `Incarnation` that others name is less.
+    const MOST: u32 = 0xf000_0000;
+
+    /// That of this number, if it is one with which it can be counted.
+    pub fn of(number: u64) -> Option<Incarnation> {
+        u32::try_from(number).ok().filter(|number| *number < Self::MOST).map(Incarnation)
+    }
+
+    /// The one after this, if there is one.
+    pub fn next(self) -> Option<Incarnation> {
+        Incarnation::of(u64::from(self.0) + 1)
+    }
+}
+
+fn incarnation<'a, D: Deserializer<'a>>(from: D) -> Result<u32, D::Error> {
+    let number = u64::deserialize(from)?;
+    let countable = Incarnation::of(number).map(|Incarnation(number)| number);
+    countable.ok_or_else(|| D::Error::custom(format!("{number} is more lives than a group has")))
+}
 
 /// A member of a group, in the order of the group's definition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -72,7 +94,7 @@ impl Member {
     }
 }
 
-/// What is stored as units: a RAM block or a disk of one member.
+/// A thing that is stored as units: a RAM block or a disk of one member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Area {
@@ -146,5 +168,20 @@ mod tests {
         assert_eq!(id.to_string().to_uppercase().parse::<ChunkId>(), Err(BadChunkId));
         assert_eq!("ab".parse::<ChunkId>(), Err(BadChunkId));
         assert_eq!("../../../../etc".parse::<ChunkId>(), Err(BadChunkId));
+    }
+
+    // Before, the next restore was the group's first by its number, and none was possible any more.
+    #[test]
+    fn no_incarnation_is_named_that_has_none_after_it() {
+        let read = |number: u64| serde_json::from_value::<Incarnation>(number.into());
+        for number in [0, 7, 1_800_000_000] {
+            let next = read(number).unwrap().next().unwrap();
+            assert_eq!(read(u64::from(next.0)).unwrap().0, number as u32 + 1);
+        }
+        for number in [u32::MAX.into(), u64::from(u32::MAX) + 1, 0xf000_0000] {
+            assert!(read(number).unwrap_err().to_string().contains("more lives"), "{number}");
+        }
+        assert_eq!(read(0xefff_ffff).unwrap().next(), None);
+        assert_eq!(Incarnation::of(u64::from(u32::MAX) + 2), None);
     }
 }

@@ -110,7 +110,7 @@ fn proper() {
     assert!(nowhere.contains("another-bucket"), "{nowhere}");
 }
 
-/// Where a store is, and what it is encrypted with.
+/// The place of a store, and what it is encrypted with.
 struct Place<'a> {
     location: &'a str,
     key: Option<&'a StoreKey>,

@@ -29,14 +29,14 @@ struct Shared<T> {
     most: usize,
     scope: Option<Scope>,
     worker: Box<dyn Fn() -> Worker<T> + Send + Sync>,
-    /// Woken when there is work, or a thread has ended.
+    /// State whose waiters are woken when there is work, or a thread has ended.
     state: Arc<Waitable<State<T>>>,
 }
 
 struct State<T> {
     jobs: VecDeque<T>,
     threads: usize,
-    /// Of these, those that do nothing more.
+    /// Number of these that do nothing more.
     leaving: usize,
     idle: usize,
     closed: bool,
@@ -95,7 +95,7 @@ impl<T: Send + 'static> Drop for Crew<T> {
 
 /// A thread of the crew, or one that is about to be.
 struct Presence<T> {
-    /// None once it holds nothing of the crew's any more.
+    /// The crew; none once it holds nothing of it any more.
     shared: Option<Arc<Shared<T>>>,
     state: Arc<Waitable<State<T>>>,
     is_leaving: bool,

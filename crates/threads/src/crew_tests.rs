@@ -4,7 +4,7 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Longer than anything here takes.
+/// A time longer than anything here takes.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A crew that sends what it is handed, after it has done this.

@@ -36,7 +36,8 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(poisoned)
 }
 
-/// What a poisoned lock guards, if this thread may see it; see the module's table. For waits.
+/// The content that a poisoned lock guards, if this thread may see it; see the module's table. For
+/// waits.
 ///
 /// # Panics
 /// If this thread does not [only look](Owner::only_looks).

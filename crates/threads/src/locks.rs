@@ -9,6 +9,6 @@ pub use tracing_mutex::stdsync::tracing::{
     Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard,
 };
 
-/// How `tracing_mutex` begins to say that locks were taken in both orders.
+/// The words with which `tracing_mutex` begins to say that locks were taken in both orders.
 #[cfg(feature = "lock-order")]
 pub(crate) const BOTH_ORDERS: &str = "Found cycle in mutex dependency graph";

@@ -1,4 +1,4 @@
-//! What a thread belongs to.
+//! The scope that a thread belongs to.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -44,7 +44,7 @@ impl fmt::Debug for Scope {
     }
 }
 
-/// What this thread belongs to.
+/// The scope that this thread belongs to.
 pub fn current() -> Option<Scope> {
     // A thread that is just ending has nothing left.
     CURRENT.try_with(|current| current.borrow().clone()).ok().flatten()
@@ -61,7 +61,7 @@ pub fn within<T>(scope: &Scope, body: impl FnOnce() -> T) -> T {
     body()
 }
 
-/// What this thread belonged to, and does again when this is dropped.
+/// The scope that this thread belonged to, and does again when this is dropped.
 struct Former(Option<Scope>);
 
 impl Drop for Former {

@@ -106,7 +106,7 @@ fn what_a_panic_left_half_done_is_for_onlookers_only() {
     assert_ne!(ended_well, Some(false));
 }
 
-/// Only its words are looked for elsewhere, so they are proven here.
+/// The panic's words are looked for elsewhere, so they are proven here.
 #[cfg(feature = "lock-order")]
 #[test]
 #[should_panic(expected = "Found cycle in mutex dependency graph")]

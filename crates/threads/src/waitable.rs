@@ -14,7 +14,7 @@ pub struct Waitable<T> {
 }
 
 impl<T> Waitable<T> {
-    /// One that has this value.
+    /// Makes one that has this value.
     pub fn new(value: T) -> Waitable<T> {
         Waitable { value: Mutex::new(value), changed: Condvar::new() }
     }

@@ -7,6 +7,7 @@
 //! |--------|----|
 //! | [`calls`] | every call: path, right, what it takes and answers |
 //! | [`access`] | who may do what |
+//! | [`operators`] | whom the unix socket answers |
 //! | [`remote`] | the API over TLS |
 //! | [`idle`] | connections on which nothing happens |
 //! | [`guesses`] | wrong tokens |
@@ -28,6 +29,7 @@ mod jobs;
 mod kept;
 mod name;
 mod openapi;
+pub mod operators;
 mod page;
 pub mod remote;
 pub mod room;
@@ -54,7 +56,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use understudy_client::{ErrorBody, Subject};
 use understudy_daemon::containment;
 use understudy_protocol::{GroupName, VmName};
-use understudy_qemu::VmDefinition;
+use understudy_qemu::{CheckedDefinition, VmDefinition};
 use understudy_report::upgrade::{KeeperReplacement, UpgradePlan};
 use understudy_report::{
     CheckpointTiming, ComparisonReport, HostStatus, RecoverReport, StartRequest, VmStatus,
@@ -105,7 +107,7 @@ impl FromRef<Api> for Ending {
 }
 
 impl Api {
-    /// That of this host.
+    /// The API of this host.
     pub fn new(host: Arc<dyn Control>) -> Api {
         Api { host, jobs: Arc::default(), ending: Ending::default() }
     }
@@ -146,7 +148,7 @@ async fn vm_start(
     body: Body,
 ) -> Answer<VmStatus> {
     let Query(request) = query.map_err(|rejection| invalid(rejection.body_text()))?;
-    let definition = read(body)?;
+    let definition: CheckedDefinition = read(body)?;
     blocking(move || host.vm_start(definition, request)).await.map(Json)
 }
 
@@ -165,7 +167,7 @@ async fn vm_status(State(host): Shared, Name(name): Name<VmName>) -> Answer<VmSt
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct StopQuery {
-    /// Cut its power at once.
+    /// Whether to cut its power at once.
     #[serde(default)]
     force: bool,
 }

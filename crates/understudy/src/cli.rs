@@ -280,7 +280,7 @@ pub enum VmCommand {
     },
 }
 
-/// What `vm start` starts.
+/// The thing that `vm start` starts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Startable {
     /// The VM of this definition file.
@@ -316,7 +316,7 @@ pub enum PkiCommand {
         #[arg(long, value_name = "DIR", default_value = ".")]
         dir: PathBuf,
     },
-    /// Issue a certificate for a host: DIR/NAME.pem and DIR/NAME.key.
+    /// Issue a certificate for a host, the first or a newer one: NAME.pem and NAME.key.
     Issue {
         /// The host's name, as in its configuration and its peers'.
         name: String,
@@ -326,10 +326,13 @@ pub enum PkiCommand {
         /// For how many days it is valid.
         #[arg(long, value_name = "N", default_value_t = HOST_DAYS, value_parser = clap::value_parser!(u32).range(1..=36500))]
         days: u32,
+        /// Where both are put [default: beside the authority].
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
     },
-    /// Revoke a certificate: puts it on the list DIR/revoked.pem.
+    /// Revoke certificates: puts them on the list DIR/revoked.pem.
     Revoke {
-        /// The host's name, for DIR/NAME.pem; or a file that holds the certificate.
+        /// The host's name, for all that were issued for it; or a file that holds the certificate.
         #[arg(value_name = "NAME|FILE")]
         which: String,
         /// Where the authority is kept.
@@ -362,7 +365,8 @@ Each host gets ca.pem and its own two files, and names them in its configuration
   key = \"/etc/understudy/a.key\"        # mode 0600
   revoked = \"/etc/understudy/revoked.pem\"
 
-A daemon notices new files by itself. After `understudy pki revoke a`, copy
+A certificate is renewed with --out, `understudy pki issue a --out new`, and both
+files put in the place of the old ones. A daemon notices new files by itself. After `understudy pki revoke a`, copy
 revoked.pem to every host.
 
 ca.key belongs on no host: whoever has it can be any host. Nothing that exists
@@ -473,7 +477,7 @@ pub struct RecoverArgs {
 }
 
 impl Cli {
-    /// What is logged unless the user says otherwise.
+    /// The level that is logged unless the user says otherwise.
     pub fn default_log(&self) -> &'static str {
         match self.command {
             Command::Host { .. } | Command::Keep { .. } | Command::EndKeepers { .. } => "info",

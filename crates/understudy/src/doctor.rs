@@ -13,7 +13,7 @@ use std::path::Path;
 use understudy_daemon::config::HostConfig;
 use understudy_daemon::probe;
 
-/// What was found.
+/// The report of what was found.
 #[derive(Debug, Serialize)]
 pub struct Report {
     /// Whether nothing is in the way.
@@ -25,25 +25,25 @@ pub struct Report {
 /// The result of one check.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 pub struct Check {
-    /// What was checked.
+    /// Name of what was checked.
     pub name: String,
-    /// How it came out.
+    /// State in which it came out.
     pub state: State,
-    /// What was found.
+    /// Text about what was found.
     pub detail: String,
-    /// What to do, when something is to be done.
+    /// Advice what to do, when something is to be done.
     pub advice: Option<String>,
 }
 
-/// How a check came out.
+/// The state in which a check came out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum State {
-    /// As it should be.
+    /// All is as it should be.
     Ok,
-    /// It works, but not as well as it could.
+    /// The thing works, but not as well as it could.
     Note,
-    /// Something does not work.
+    /// The thing does not work.
     Fail,
 }
 

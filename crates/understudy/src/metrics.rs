@@ -1,4 +1,4 @@
-//! What `status` shows, for a monitoring system: OpenMetrics text.
+//! The status for a monitoring system: what `status` shows, as OpenMetrics text.
 //!
 //! What is so now is read from the host's status at the moment of the question, so metrics and `status` cannot differ.
 //! What happens, the daemon counts when it happens ([`Meters`]). Base units throughout: seconds, bytes, ratios. A host
@@ -75,7 +75,7 @@ pub fn text(status: &HostStatus, meters: &Meters, kept: &[KeptPage]) -> String {
     text
 }
 
-/// What was counted here and by keepers.
+/// The text of what was counted here and by keepers.
 fn counted_with(meters: &Meters, kept: &[KeptPage]) -> String {
     let Some(one) = kept.first() else { return counted(meters) };
     // What no VM has is not on a page.
@@ -84,7 +84,7 @@ fn counted_with(meters: &Meters, kept: &[KeptPage]) -> String {
     kept::merge(&counted(&all), &counted(meters), kept)
 }
 
-/// What was counted, as a part of a page.
+/// The text of what was counted, as a part of a page.
 fn counted(meters: &Meters) -> String {
     let mut registry = prefixed();
     meters.register(&mut registry);
@@ -116,7 +116,7 @@ impl Page<'_> {
         self.registry.register(name, help, family);
     }
 
-    /// One value for each VM that has it.
+    /// Adds one value for each VM that has it.
     fn each(&mut self, name: &str, help: &str, value: impl Fn(&VmStatus) -> Option<f64>) {
         let vms = self.vms;
         let labelled = |vm| Some((of(vm), value(vm)?));
@@ -162,7 +162,7 @@ impl Page<'_> {
         self.add("arbiter_reachable", help, status.arbiter.as_ref().map(reachable));
     }
 
-    /// What the VMs are, and how far they are protected.
+    /// Adds what the VMs are, and how far they are protected.
     fn standing(&mut self) {
         let roles =
             [("primary", Role::Primary), ("backup", Role::Backup), ("fenced", Role::Fenced)];
@@ -198,7 +198,7 @@ impl Page<'_> {
         });
     }
 
-    /// What protection does, and what it costs the guest.
+    /// Adds what protection does, and what it costs the guest.
     fn replication(&mut self) {
         self.each("vm_committed_epoch", "Last epoch known to be committed", |vm| {
             Some(vm.epoch.0 as f64)

@@ -23,16 +23,16 @@ pub struct ServiceManager {
     watchdog: Option<Duration>,
 }
 
-/// What it is told.
+/// A notice to it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Notice {
     /// The daemon serves its API and other hosts.
     Ready,
-    /// It is alive: proven, not assumed.
+    /// The daemon is alive: proven, not assumed.
     Alive,
-    /// It ends, and is to be left so much time for that.
+    /// The daemon ends, and is to be left so much time for that.
     Stopping(Duration),
-    /// What it does, for people.
+    /// Text about what the daemon does, for people.
     Status(String),
 }
 

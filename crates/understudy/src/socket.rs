@@ -35,7 +35,7 @@ impl ApiSocket {
         self.listener.try_clone()
     }
 
-    /// Where it is.
+    /// The path of it.
     pub fn path(&self) -> &Path {
         &self.path
     }

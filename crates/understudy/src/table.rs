@@ -68,7 +68,7 @@ pub fn vms(vms: &[VmStatus]) -> String {
     columns(std::iter::once(heading.map(str::to_owned)).chain(rows).collect())
 }
 
-/// How fast the guest may run.
+/// The text of how fast the guest may run.
 fn processors(throttle: &ThrottleReport, mode: Mode) -> String {
     let because = match mode {
         Mode::Checkpoint => "it writes faster than the link",
@@ -87,7 +87,7 @@ fn processors(throttle: &ThrottleReport, mode: Mode) -> String {
     }
 }
 
-/// Everything about one VM.
+/// All about one VM.
 pub fn vm(vm: &VmStatus) -> String {
     let mut rows = vec![
         ["VM".to_owned(), vm.name.to_string()],
@@ -186,7 +186,7 @@ pub fn vm(vm: &VmStatus) -> String {
     text
 }
 
-/// How much of a restored VM is there.
+/// The text of how much of a restored VM is there.
 fn filling(fill: &FillReport) -> String {
     let mib = |units: u64| units * PAGE_SIZE as u64 / (1 << 20);
     let part = |there, all| format!("{} of {} MiB", mib(there), mib(all));

@@ -30,7 +30,7 @@ const INSTRUCTIONS_BYTES: u64 = 5;
 /// Most output that waits; beyond it the guest waits.
 const MOST_WAITING: usize = 64 << 10;
 
-/// How long a guest that waits for room sleeps before it looks again.
+/// Time that a guest that waits for room sleeps before it looks again.
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
 
 type SendMessage = unsafe extern "C" fn(c_int, *const libc::msghdr, c_int) -> isize;
@@ -39,7 +39,7 @@ type ReceiveMessage = unsafe extern "C" fn(c_int, *mut libc::msghdr, c_int) -> i
 /// QEMU's end of the console.
 pub struct Console {
     socket: c_int,
-    /// What the guest has said, each byte with the position in the log that tells of it.
+    /// Words that the guest has said, each byte with the position in the log that tells of it.
     waiting: Mutex<VecDeque<(u64, u8)>>,
     room: Condvar,
 }
@@ -107,7 +107,8 @@ impl Lockstep {
         }
     }
 
-    /// Called where QEMU writes to the console; it logs that next.
+    /// Notes `words`, which the guest says: called where QEMU writes to the console; it logs that
+    /// next.
     fn say(&self, console: &Console, words: &[u8]) {
         let before = if self.qemu.has_executed() { INSTRUCTIONS_BYTES } else { 0 };
         console.push(words, self.logged() + before + CHAR_WRITE_BYTES);

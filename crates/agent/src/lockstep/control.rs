@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
-//! What the daemon asks for besides pauses.
+//! Requests of the daemon besides pauses.
 
 use super::{Lockstep, Role, hold};
 use std::ffi::{c_int, c_void};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
-//! While the machine stands still nothing is logged, and nothing is replayed.
+//! Halts of the machine, during which nothing is logged, and nothing is replayed.
 //!
 //! QEMU serves the timers of its clock VIRTUAL_RT even then, and logs that; but the one of them
 //! that warps the guest's time acts differently then. A primary and a backup, one of which runs
@@ -10,7 +10,7 @@ use std::ffi::{c_int, c_void};
 use std::sync::atomic::Ordering;
 
 impl Lockstep {
-    /// Before the machine runs for the first time.
+    /// Watches the machine's runs: to be called before the machine runs for the first time.
     ///
     /// # Safety
     /// Once, on QEMU's main thread, after its main loop was made.

@@ -63,7 +63,7 @@ unsafe extern "C" fn stand_still(lockstep: *mut c_void) {
 }
 
 impl Lockstep {
-    /// In the main loop.
+    /// Stands still, in the main loop.
     fn stand_still(&self) {
         let attached = self.role() == Role::Record && self.flowing.load(Ordering::Acquire);
         if self.hold.wish().wanted.is_none() || !attached {

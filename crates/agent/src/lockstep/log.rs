@@ -16,10 +16,10 @@ use understudy_lockstep::EventScanner;
 /// QEMU's buffer before the log's hooks.
 const BUFFER_BYTES: usize = 64 << 10;
 
-/// How long log may wait in QEMU's buffer when no frame brings it out.
+/// Longest time that log may wait in QEMU's buffer when no frame brings it out.
 const FLUSH_INTERVAL: Duration = Duration::from_millis(1);
 
-/// How long a backup's QEMU waits for log before it looks whether it is to stop, in milliseconds.
+/// Time that a backup's QEMU waits for log before it looks whether it is to stop, in milliseconds.
 const LOOK_AGAIN: c_int = 10;
 
 type Open = unsafe extern "C" fn(*const c_char, *const c_char) -> *mut libc::FILE;
@@ -229,7 +229,7 @@ impl Lockstep {
         self.qemu.is_stopping() && self.received().partial() == 0 && !self.qemu.questions.is_asked()
     }
 
-    /// What a backup's QEMU finds in its log before it follows: the version, and ends, which
+    /// Reads what a backup's QEMU finds in its log before it follows: the version, and ends, which
     /// it reads at its start and when it has loaded the device state.
     fn read_prelude(&self, buffer: &mut [u8]) -> Option<usize> {
         if self.prelude.load(Ordering::Acquire) == 0 {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
-//! Lockstep: QEMU's record/replay log passes through the agent.
+//! Record/replay log of QEMU in lockstep, which passes through the agent.
 //!
 //! The agent stands in for a few functions of the C library. It acts only in a QEMU whose
 //! daemon asked for it by `UNDERSTUDY_LOCKSTEP`; in every other it passes the calls on.
@@ -47,7 +47,7 @@ pub use pause::{attach, settle, takes};
 
 static LOCKSTEP: OnceLock<Lockstep> = OnceLock::new();
 
-/// What this QEMU is.
+/// Role of this QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Role {
     /// A primary, whether or not it has a backup.
@@ -73,11 +73,11 @@ struct Lockstep {
     flowing: AtomicBool,
     /// A backup's QEMU was given an end, for want of log, because the machine was stopping.
     stopped_early: AtomicBool,
-    /// Where the events end of what a backup has received.
+    /// Scanner for the ends of events in what a backup has received.
     received: Mutex<EventScanner>,
     /// Bytes of log that passed through the socket or were discarded.
     passed: AtomicU64,
-    /// Where the log was attached last.
+    /// Place where the log was attached last.
     attached: Attached,
     hold: Hold,
     /// Bytes of the log's prelude that a backup's QEMU has taken.
@@ -103,7 +103,7 @@ impl Lockstep {
     }
 }
 
-/// What the hooks act on: none in a QEMU without lockstep.
+/// Lockstep that the hooks act on: none in a QEMU without lockstep.
 fn lockstep() -> Option<&'static Lockstep> {
     LOCKSTEP.get()
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
-//! What the guest sends: the log that leads to it leaves QEMU first.
+//! Output of the guest: the log that leads to it leaves QEMU first.
 
 use super::{Role, lockstep, next};
 use crate::card::is_card;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
-//! What a pause ([`crate::pause`]) does in a QEMU in lockstep. All of it is called in QEMU's
+//! Errands of a pause ([`crate::pause`]) in a QEMU in lockstep. All of it is called in QEMU's
 //! main loop, of a machine that stands still, and nothing is logged in between.
 
 use super::{Lockstep, Role, lockstep};

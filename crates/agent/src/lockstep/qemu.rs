@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
-//! What the agent calls and reads inside QEMU to steer record and replay.
+//! Symbols that the agent calls and reads inside QEMU to steer record and replay.
 //!
 //! QEMU exports its functions and globals to plug-ins; none of these is a promise of
 //! QEMU's, so that every name must be there, and [`ReplayState`] has the layout of the
@@ -11,13 +11,13 @@ use crate::qemu_symbols::place;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::mem;
 
-/// What runs on QEMU's main loop once.
+/// Function that runs on QEMU's main loop once.
 pub type BottomHalf = unsafe extern "C" fn(*mut c_void);
 
-/// What runs for each network card.
+/// Function that runs for each network card.
 type EachNic = unsafe extern "C" fn(*mut c_void, *mut c_void);
 
-/// What QEMU calls when the machine begins or ceases to run.
+/// Function that QEMU calls when the machine begins or ceases to run.
 pub type RunHandler = unsafe extern "C" fn(*mut c_void, bool, c_int);
 
 /// Values of QEMU's `replay_mode`.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
-//! What a backup's QEMU asks its log when there is no more of it.
+//! Questions that a backup's QEMU asks its log when there is no more of it.
 //!
 //! Of a few instructions QEMU logs not only that they were executed but, as an event of its own
 //! behind that, how they ended: how much a character device took, or what is random. A primary's
@@ -29,7 +29,7 @@ const RANDOM_BYTES: usize = 8;
 /// Callers that are looked at: QEMU's question is some ten calls away.
 const CALLERS: usize = 24;
 
-/// What QEMU asks.
+/// Question that QEMU asks.
 enum Question {
     Written,
     Random,
@@ -82,7 +82,7 @@ impl Questions {
     }
 }
 
-/// Where this thread returns to, the last call first.
+/// Addresses that this thread returns to, the last call first.
 fn callers() -> Vec<usize> {
     let mut callers = [ptr::null_mut(); CALLERS];
     // SAFETY: fills an array of that length at most.

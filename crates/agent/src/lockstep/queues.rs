@@ -10,7 +10,7 @@
 use super::qemu::find;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
-/// What is called with each object of QEMU's; another value than zero ends it.
+/// Function that is called with each object of QEMU's; another value than zero ends it.
 type EachObject = unsafe extern "C" fn(*mut c_void, *mut c_void) -> c_int;
 
 const VIRTIO_DEVICE: &CStr = c"virtio-device";

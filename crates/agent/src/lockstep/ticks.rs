@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use understudy_agent_protocol::TICKS_VARIABLE as VARIABLE;
 
-/// Where QEMU 10.0 has the function `get_elapsed_ticks` among those of an accelerator
+/// Offset at which QEMU 10.0 has the function `get_elapsed_ticks` among those of an accelerator
 /// (`AccelOpsClass`).
 const PLACE: usize = 0xd0;
 
@@ -19,7 +19,7 @@ type Clock = unsafe extern "C" fn() -> i64;
 static TICKS: OnceLock<Ticks> = OnceLock::new();
 
 struct Ticks {
-    /// In 2^32 ns.
+    /// Ticks in 2^32 ns.
     rate: u64,
     /// The guest's clock in nanoseconds: `icount_get`.
     clock: Clock,

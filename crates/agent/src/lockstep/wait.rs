@@ -22,7 +22,7 @@ const OF_MAIN_LOOP: [u32; 7] = [28, 29, 30, 32, 33, 35, 36];
 /// the checkpoint of virtual timers.
 const OF_VCPU: [u32; 8] = [0, 1, 2, 3, 4, 9, 31, 34];
 
-/// For so long the main loop of a backup leaves the vCPU alone; it is woken before when an
+/// Time that the main loop of a backup leaves the vCPU alone; it is woken before when an
 /// event is its own.
 const LEAVE_ALONE: i64 = 10_000_000;
 
@@ -34,7 +34,7 @@ pub fn is_of_vcpu(kind: u32) -> bool {
     OF_VCPU.contains(&kind)
 }
 
-/// How long the main loop of a backup may sleep before it looks at the log again, in
+/// Time that the main loop of a backup may sleep before it looks at the log again, in
 /// nanoseconds; none without a limit.
 fn longest_sleep() -> Option<i64> {
     let lockstep = lockstep()?;

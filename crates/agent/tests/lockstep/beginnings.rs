@@ -13,14 +13,14 @@ use understudy_qemu::lockstep::{LogErrand, LogRole, Request};
 /// Answers of a guest until its backup must have followed.
 const ANSWERS: usize = 5;
 
-/// So that frames come in bursts all the time.
+/// Pause between bulks, so that frames come in bursts all the time.
 const BETWEEN_BULKS: Duration = Duration::from_millis(5);
 
 /// Fills its socket soon.
 const FLOOD: &str = "exec yes > /dev/ttyS0";
 
-/// Whoever waits for room in a log as that ends gives the rest when there is some. It was the
-/// beginning of the next backup's log, which diverged at its first event.
+/// Regression: whoever waits for room in a log as that ends gives the rest when there is some. That
+/// was the beginning of the next backup's log, which diverged at its first event.
 #[test]
 fn the_rest_of_a_log_is_no_part_of_the_next_one() {
     in_namespace(|| {

@@ -22,7 +22,7 @@ const LIMIT_BYTES: u64 = 4 << 20;
 /// Frames wait for the next batch so long at most, when there is no log.
 const LONGEST_BATCH: u8 = 2;
 
-/// How often a sender whose log has ended looks whether it is over.
+/// Time after which a sender whose log has ended looks again whether it is over.
 const GLANCE: Duration = Duration::from_millis(10);
 
 pub struct Channel {
@@ -76,7 +76,7 @@ impl Channel {
         self.shared.feed.lock().unwrap().received() > LogPosition(0)
     }
 
-    /// What the primary's agent says, as a place in the log.
+    /// Place in the log of what the primary's agent says.
     pub fn position_of(&self, passed: u64) -> u64 {
         passed - self.begins
     }
@@ -121,7 +121,7 @@ impl Shared {
         Time(self.origin.elapsed())
     }
 
-    /// Primary: cuts batches as the log comes.
+    /// Cuts batches on the primary, as the log comes.
     fn send(
         &self,
         mut log: UnixStream,
@@ -153,7 +153,7 @@ impl Shared {
         }
     }
 
-    /// Backup: acknowledges what it got, before it is replayed.
+    /// Acknowledges on the backup what it got, before it is replayed.
     fn receive(&self, arriving: &Receiver<Batch>, acknowledgements: &Sender<Epoch>) {
         for (batch, log) in arriving {
             self.feed.lock().unwrap().receive(&log, self.now()).unwrap();
@@ -165,7 +165,7 @@ impl Shared {
         self.fed.notify_one();
     }
 
-    /// Backup: hands the log to QEMU.
+    /// Hands the log to the backup's QEMU.
     fn feed_qemu(&self, mut log: UnixStream) {
         let mut feed = self.feed.lock().unwrap();
         loop {
@@ -203,7 +203,7 @@ fn read_all(log: &mut UnixStream, buffer: &mut [u8]) -> (usize, bool) {
     (bytes, false)
 }
 
-/// Primary: an acknowledgement lets frames out.
+/// Releases frames of the primary as acknowledgements come.
 fn release(acknowledged: &Receiver<Epoch>, port: &Port, batcher: &Mutex<Batcher>) {
     for batch in acknowledged {
         batcher.lock().unwrap().acknowledged(batch);

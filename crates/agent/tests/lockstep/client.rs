@@ -12,7 +12,7 @@ const RECORDS: ([u8; 4], u16) = ([10, 9, 0, 2], 7000);
 const RUN: ([u8; 4], u16) = ([10, 9, 0, 2], 7001);
 const ECHO: ([u8; 4], u16) = ([10, 9, 0, 2], 7002);
 
-/// What goes to the guest and comes back at once; more than a window of TCP's.
+/// Bytes that go to the guest and come back at once; more than a window of TCP's.
 const BULK_BYTES: usize = 256 << 10;
 
 pub struct Client {
@@ -89,7 +89,7 @@ pub struct Bulk {
 }
 
 impl Bulk {
-    /// With so much time between two rounds.
+    /// Starts a bulk with so much time between two rounds.
     pub fn start(between: Duration) -> Bulk {
         let connection = connect(ECHO);
         connection.set_read_timeout(Some(DEADLINE)).unwrap();

@@ -13,7 +13,7 @@ use understudy_lockstep::{EventScanner, Feed};
 use understudy_protocol::Time;
 use understudy_qemu::lockstep::{LogErrand, LogRole, Request};
 
-/// So much of the log is recorded; less than QEMU's socket holds.
+/// Bytes of log that are recorded; less than QEMU's socket holds.
 const LOG_BYTES: usize = 96 << 10;
 
 /// The event of instructions that were executed.
@@ -30,7 +30,7 @@ const ENDS_OF_AN_ANSWER: usize = 8;
 /// The event of a guest's request to power off.
 const POWER_OFF: u8 = 16;
 
-/// How often a backup is stopped at an answer of a kind, until its vCPU asks before its main loop
+/// Times that a backup is stopped at an answer of a kind, until its vCPU asks before its main loop
 /// stops it, as in every other one or so.
 const MOST_STOPS: usize = 40;
 
@@ -77,7 +77,7 @@ struct Recording {
 }
 
 impl Recording {
-    /// Of a guest that has its console and its processor answer without end.
+    /// Recording of a guest that has its console and its processor answer without end.
     fn of_answers() -> Recording {
         let mut primary = Vm::start("p", LogRole::Record);
         primary.run_until_ready();
@@ -86,7 +86,7 @@ impl Recording {
         Recording::of(primary)
     }
 
-    /// Of a primary that dies then.
+    /// Recording of a primary, which dies then.
     fn of(primary: Vm) -> Recording {
         let machine = Vm::start("machine", LogRole::Replay);
         machine.disk.set_read_only(false);
@@ -108,7 +108,7 @@ impl Recording {
         recording
     }
 
-    /// Where each event begins, and its kind.
+    /// Positions where each event begins, and its kind.
     fn events(&self) -> Vec<(usize, u8)> {
         let (mut scanner, mut begins, mut events) = (EventScanner::new(), 0, Vec::new());
         for (n, byte) in self.log.iter().enumerate() {
@@ -121,7 +121,7 @@ impl Recording {
         events
     }
 
-    /// Where the log is to end: in front of events, and within them.
+    /// Positions where the log is to end: in front of events, and within them.
     fn ends(&self) -> Vec<(usize, u8)> {
         let mut events = BTreeMap::<u8, Vec<usize>>::new();
         for (begins, kind) in self.events() {

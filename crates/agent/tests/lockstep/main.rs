@@ -22,10 +22,10 @@ use understudy_protocol::Epoch;
 use understudy_qemu::lockstep::{LogErrand, LogRole, Request};
 use vm::Vm;
 
-/// How long anything may take before a test fails.
+/// Time that anything may take before a test fails.
 const DEADLINE: Duration = Duration::from_secs(240);
 
-/// How long what a disk was told may take to arrive there.
+/// Time that what a disk was told may take to arrive there.
 const SETTLED: Duration = Duration::from_secs(60);
 
 /// The copy of the machine; the log's batches follow.
@@ -131,7 +131,7 @@ fn compare(primary: &mut Vm, backup: &Vm, channel: &Channel) {
     assert_eq!(lasting_differences(primary, backup), Vec::<String>::new(), "after {end} bytes");
 }
 
-/// Where two machines differ that stand still. What a disk of the backup was told before its
+/// Places where two machines differ that stand still. What a disk of the backup was told before its
 /// guest came to this instruction may still be under way: it gets some time to arrive.
 fn lasting_differences(primary: &Vm, backup: &Vm) -> Vec<String> {
     let deadline = Instant::now() + SETTLED;

@@ -95,7 +95,7 @@ impl Replica {
     }
 }
 
-/// Where two stopped machines differ: pages of memory, blocks of the disk.
+/// Places where two stopped machines differ: pages of memory, blocks of the disk.
 pub fn differences(one: &Vm, other: &Vm) -> Vec<String> {
     let mut found = Vec::new();
     let (mut a, mut b) = ([0; PAGE_SIZE], [0; PAGE_SIZE]);

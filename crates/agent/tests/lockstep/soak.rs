@@ -8,13 +8,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 use understudy_qemu::lockstep::LogRole;
 
-/// For how long a run of `make test` is under load, and one of `make test-long`.
+/// Time that a run of `make test` is under load, and one of `make test-long`.
 const SHORT_SECONDS: u64 = 4;
 const LONG_SECONDS: u64 = 60;
 
 const BETWEEN_BULKS: Duration = Duration::from_millis(100);
 
-/// How often the backup's progress is looked at.
+/// Time between two looks at the backup's progress.
 const GLANCE: Duration = Duration::from_millis(50);
 
 #[test]

@@ -200,7 +200,7 @@ impl Vm {
         wait_for("the guest to boot", || self.boots() == 1);
     }
 
-    /// How often the guest has said that it is ready.
+    /// Times that the guest has said that it is ready.
     pub fn boots(&self) -> usize {
         String::from_utf8_lossy(&self.console_since(0)).matches("UNDERSTUDY-GUEST-READY").count()
     }

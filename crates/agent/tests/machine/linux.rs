@@ -13,7 +13,7 @@ const UP: &str = "UNDERSTUDY-GUEST-READY";
 
 /// The test guest of `guests/build`.
 pub struct Linux {
-    /// Where its files are.
+    /// Place of its files.
     pub files: PathBuf,
     /// QEMU's end of its console.
     pub console: OwnedFd,

@@ -19,7 +19,7 @@ use understudy_memory::agent::{AgentLink, AgentListener};
 use understudy_memory::{GuestRam, ProcessMemory, RamBlock};
 use understudy_protocol::BlockId;
 
-/// How long anything may take before a test fails.
+/// Time that anything may take before a test fails.
 pub const DEADLINE: Duration = Duration::from_secs(180);
 
 /// [`DEADLINE`] on this machine, which may be an emulated one (`make test-kvm`).
@@ -31,7 +31,7 @@ pub fn deadline() -> Duration {
 /// Memory of a machine whose guest is nothing but firmware.
 const FIRMWARE_MIB: u64 = 64;
 
-/// How to start a machine.
+/// Settings for the start of a machine.
 pub struct Start<'a> {
     /// QEMU's accelerator.
     pub accel: &'a str,
@@ -43,7 +43,7 @@ pub struct Start<'a> {
     pub linux: Option<Linux>,
     /// Value of `-vga`.
     pub display: &'a str,
-    /// Wait for a state to load, as a backup's QEMU does.
+    /// Waits for a state to load, as a backup's QEMU does.
     pub incoming: bool,
     /// QEMU's end of a card's socket.
     pub card: Option<OwnedFd>,

@@ -1,4 +1,5 @@
-//! How etcd is reached: with certificates, if it has any, that are read again as soon as their files change.
+//! Access to etcd: with certificates, if it has any, that are read again as soon as their files
+//! change.
 
 use crate::EtcdTls;
 use anyhow::{Context, ensure};
@@ -11,7 +12,7 @@ use understudy_threads::{Mutex, lock};
 use ureq::Agent;
 use ureq::tls::{Certificate, ClientCert, PemItem, PrivateKey, RootCerts, TlsConfig, parse_pem};
 
-/// For one endpoint to answer one request: more than a fail-over ought to wait,
+/// Time for one endpoint to answer one request: more than a fail-over ought to wait,
 /// and less than an election of etcd's takes by default.
 const REQUEST_TIMEOUT: Duration = Duration::from_millis(1_000);
 
@@ -22,14 +23,14 @@ pub(super) struct Access {
 }
 
 struct State {
-    /// What the agent was made of.
+    /// Contents that the agent was made of.
     contents: Option<Contents>,
     agent: Agent,
-    /// Why changed files are not used.
+    /// Reason why changed files are not used.
     problem: Option<String>,
 }
 
-/// What the files hold.
+/// Contents of the files.
 #[derive(PartialEq, Eq)]
 struct Contents {
     ca: Vec<u8>,
@@ -38,7 +39,7 @@ struct Contents {
 }
 
 impl Access {
-    /// With what the files hold now; an error is about these.
+    /// Access with what the files hold now; an error is about these.
     pub fn new(files: Option<&EtcdTls>) -> anyhow::Result<Access> {
         let contents = files.map(Contents::read).transpose()?;
         let tls = match (&contents, files) {
@@ -70,7 +71,7 @@ impl Access {
         state.agent.clone()
     }
 
-    /// Why changed files are not used, if they are not.
+    /// Reason why changed files are not used, if they are not.
     pub fn problem(&self) -> Option<String> {
         lock(&self.state).problem.clone()
     }

@@ -4,7 +4,7 @@
 use anyhow::{Context, Result, ensure};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// What it may be off by then: no figure of a workload shows that.
+/// Difference that it may have by then: no figure of a workload shows that.
 const STEP: Duration = Duration::from_millis(10);
 /// A clock that is corrected little by little runs wrong by a 2000th at most; this part of the time is borne.
 const SLEWED: u32 = 1000;
@@ -19,7 +19,7 @@ pub struct Clock {
 }
 
 impl Clock {
-    /// Now.
+    /// Reads both clocks now.
     pub fn look() -> Result<Clock> {
         let read = |_| {
             let steady = Instant::now();

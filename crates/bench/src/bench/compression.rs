@@ -22,7 +22,7 @@ use understudy_protocol::Policy;
 use understudy_report::ErrorKind;
 use understudy_report::{CompressionReport, ProtectRequest, VmStatus};
 
-/// What `guests/toolchain` builds, beside the guest's other files.
+/// File that `guests/toolchain` builds, beside the guest's other files.
 const TOOLCHAIN: &str = "toolchain";
 /// Builds all sources, for ever; its compiler lives on the second disk.
 const BUILD: &str = "while :; do for c in /data2/src/*.c; do c=${c##*/}; \
@@ -31,9 +31,9 @@ const PROVE: &str =
     "chroot /data2 /usr/bin/gcc -O1 -c /src/1.c -o /out/1.o && ls -l /data2/out/1.o";
 /// The first epochs of a session are not measured: its cache fills.
 const WARM_UP: Duration = Duration::from_secs(4);
-/// Between two points of the bandwidth over time.
+/// Time between two points of the bandwidth over time.
 const GLANCE: Duration = Duration::from_millis(500);
-/// For the backup to end a session of protection.
+/// Time for the backup to end a session of protection.
 const STAND_DOWN_LIMIT: Duration = Duration::from_secs(10);
 
 const WAYS: [(&str, Compression); 4] = [

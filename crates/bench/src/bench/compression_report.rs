@@ -8,23 +8,23 @@ use understudy_encoding::Counters;
 /// Everything that `bench compression` found; `--json` prints it as it is.
 #[derive(Clone, Debug, Serialize)]
 pub struct CompressionBench {
-    /// Zero pages left out, nothing else.
+    /// Way that leaves zero pages out, and nothing else.
     pub none: Way,
     /// The general compressor.
     pub general: Way,
     /// Deltas against the cache.
     pub xor: Way,
-    /// Both.
+    /// Way that has both.
     pub hybrid: Way,
-    /// What was measured on.
+    /// Machine on which everything was measured.
     pub machine: Machine,
     /// Checkpoints a second that were asked for.
     pub hz: u32,
     /// Pages in the cache.
     pub cache_pages: u32,
-    /// How often each way was measured.
+    /// Number of times that each way was measured.
     pub rounds: u32,
-    /// For how long each time.
+    /// Seconds of each time.
     pub seconds: u64,
     /// Processes that wanted to run in the last minute, at the end.
     pub load_average: Option<f64>,
@@ -49,18 +49,18 @@ pub struct Way {
     pub samples: Vec<Sample>,
 }
 
-/// What became of the pages, as shares of all.
+/// Fate of the pages, as shares of all.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct Shares {
     /// Zero pages.
     pub zero: f64,
-    /// Written, but as they were.
+    /// Pages that were written, but are as they were.
     pub unchanged: f64,
     /// Deltas.
     pub delta: f64,
-    /// Through the general compressor.
+    /// Pages that went through the general compressor.
     pub general: f64,
-    /// As they are.
+    /// Pages that went as they are.
     pub raw: f64,
 }
 
@@ -77,7 +77,7 @@ pub struct Sample {
     pub mb_per_s: f64,
     /// Epochs measured.
     pub epochs: u64,
-    /// What the encoder did.
+    /// Counters of what the encoder did.
     pub counters: Counters,
     /// MB a second to the backup, every half second.
     pub mb_per_s_over_time: Vec<f64>,

@@ -19,19 +19,19 @@ use understudy_lab::{HostOptions, LongLine, RecordClient, Scene, wait_for};
 const DELAYS_MS: [u64; 5] = [0, 1, 5, 20, 50];
 const BITS_PER_SECOND: u64 = 100_000_000;
 const MEMORY_MIB: u32 = 256;
-/// For the backup to have forgotten the guest.
+/// Time for the backup to have forgotten the guest.
 const LIMIT: Duration = Duration::from_secs(60);
 /// Records at the start of a measurement that do not count.
 const WARM_UP: usize = 5;
 
-/// What one distance costs.
+/// Costs of one distance.
 #[derive(Clone, Debug, Serialize)]
 pub struct Distance {
     /// Milliseconds that every byte takes to the backup, and back; none: unprotected.
     pub delay_ms: Option<u64>,
     /// Records that were acknowledged a second.
     pub records_per_second: f64,
-    /// From a record to its acknowledgement: the median, in milliseconds.
+    /// Time from a record to its acknowledgement: the median, in milliseconds.
     pub p50_ms: f64,
     /// The 99th percentile.
     pub p99_ms: f64,
@@ -44,9 +44,9 @@ pub struct Distance {
 /// Everything that `bench distance` found; `--json` prints it as it is.
 #[derive(Clone, Debug, Serialize)]
 pub struct DistanceBench {
-    /// What was measured on.
+    /// Machine on which everything was measured.
     pub machine: Machine,
-    /// What the line carries, in bits a second.
+    /// Bits that the line carries in a second.
     pub bits_per_second: u64,
     /// The guest's memory in MiB.
     pub guest_memory_mib: u32,
@@ -54,7 +54,7 @@ pub struct DistanceBench {
     pub seconds: u64,
     /// Processes that wanted to run in the last minute, at the end.
     pub load_average: Option<f64>,
-    /// Unprotected, then each delay.
+    /// Distances: unprotected, then each delay.
     pub distances: Vec<Distance>,
 }
 

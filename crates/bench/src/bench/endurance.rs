@@ -16,17 +16,17 @@ use understudy_client::{Client, Exit, Failure, output};
 use understudy_lab::Scene;
 use understudy_lab::scene::GuestKind;
 
-/// Where the guest is whenever it is measured.
+/// Host where the guest is whenever it is measured.
 const HOME: &str = "a";
-/// Between the end of a synchronisation and the next failure.
+/// Time between the end of a synchronisation and the next failure.
 const PROTECTED_FOR: Duration = Duration::from_millis(500);
 
-/// What a workload did after so many fail-overs; `--json` prints a list of these.
+/// Figures of a workload after so many fail-overs; `--json` prints a list of these.
 #[derive(Clone, Debug, Serialize)]
 pub struct Lasting {
     /// Fail-overs until then.
     pub failovers: u32,
-    /// What was measured.
+    /// Figures that were measured.
     #[serde(flatten)]
     pub measured: Measured,
 }

@@ -17,14 +17,14 @@ use understudy_lab::SceneOptions;
 use understudy_report::{Mode, TakeoverReport};
 
 const MEMORY_MIB: u32 = 192;
-/// What the bulk client sends and gets back in a round.
+/// Bytes that the bulk client sends and gets back in a round.
 const BULK_BYTES: usize = 64 << 10;
-/// Protected for so long before a failure, and up to as much longer: failures must not
-/// fall into step with the checkpoints.
+/// Time for which the guest is protected before a failure, or up to as much longer: failures must
+/// not fall into step with the checkpoints.
 const BEFORE: Duration = Duration::from_millis(300);
 const STEP: Duration = Duration::from_micros(7_300);
 
-/// What is done to the primary's host.
+/// Failure that is done to the primary's host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FailureKind {
@@ -47,22 +47,22 @@ pub enum ClientKind {
 /// One fail-over. All times are in milliseconds.
 #[derive(Clone, Debug, Serialize)]
 pub struct Outage {
-    /// What was done.
+    /// Failure that was done.
     pub failure: FailureKind,
     /// The longest time without an answer, from the last one before it.
     pub outage_ms: f64,
-    /// From the failure until the backup's suspicion.
+    /// Time from the failure until the backup's suspicion.
     pub detection_ms: f64,
-    /// From the suspicion until the guest ran.
+    /// Report on the time from the suspicion until the guest ran.
     pub restart: TakeoverReport,
 }
 
 /// The distribution of outages after one kind of failure, in milliseconds.
 #[derive(Clone, Debug, Serialize)]
 pub struct Distribution {
-    /// What was done.
+    /// Failure that was done.
     pub failure: FailureKind,
-    /// How often.
+    /// Number of times.
     pub runs: usize,
     /// Median outage.
     pub p50_ms: f64,
@@ -70,20 +70,20 @@ pub struct Distribution {
     pub p90_ms: f64,
     /// The longest.
     pub max_ms: f64,
-    /// Of the median outage's parts: until the suspicion.
+    /// Part of the median outage until the suspicion.
     pub detection_p50_ms: f64,
-    /// From there until the guest ran.
+    /// Part of it from there until the guest ran.
     pub restart_p50_ms: f64,
 }
 
 /// Everything that `bench failover` found; `--json` prints it as it is.
 #[derive(Clone, Debug, Serialize)]
 pub struct FailoverBench {
-    /// What was measured on.
+    /// Machine on which everything was measured.
     pub machine: Machine,
     /// The guest's memory in MiB.
     pub guest_memory_mib: u32,
-    /// How the guest was protected.
+    /// Mode in which the guest was protected.
     pub mode: Mode,
     /// Kind of client that waited.
     pub client: ClientKind,
@@ -152,7 +152,7 @@ pub fn measure(
 /// A fail-over, before it is known what the client thought of it.
 struct Played {
     failure: FailureKind,
-    /// From the failure until the guest served from the other host.
+    /// Span from the failure until the guest served from the other host.
     window: Range<Instant>,
     detection: Duration,
     restart: TakeoverReport,
@@ -231,7 +231,7 @@ impl FailureKind {
 }
 
 impl Distribution {
-    /// Of all kinds of failure that there are.
+    /// Distributions of all kinds of failure that there are.
     fn of(outages: &[Outage]) -> Vec<Distribution> {
         let kinds = [FailureKind::Kill, FailureKind::Cut].into_iter();
         kinds.filter_map(|kind| Distribution::of_kind(kind, outages)).collect()

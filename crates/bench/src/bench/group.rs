@@ -24,20 +24,20 @@ use understudy_protocol::literal;
 use understudy_report::{GroupRequest, ProtectRequest, Protection};
 
 const MEMORY_MIB: u32 = 256;
-/// For both guests to be protected, or for the backup to have forgotten them.
+/// Time for both guests to be protected, or for the backup to have forgotten them.
 const LIMIT: Duration = Duration::from_secs(60);
 const GLANCE: Duration = Duration::from_millis(200);
 const BOTH: [&str; 2] = [VM, COMPANION];
 
-/// How the two guests are protected.
+/// Way in which the two guests are protected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Cover {
-    /// Not at all.
+    /// No protection.
     None,
     /// One by one: what they say to each other waits.
     Each,
-    /// As one group.
+    /// One group of both.
     Group,
 }
 
@@ -57,26 +57,26 @@ pub struct Trips {
 /// One way of protection.
 #[derive(Clone, Debug, Serialize)]
 pub struct Mode {
-    /// How the guests are protected.
+    /// Way in which the guests are protected.
     pub cover: Cover,
-    /// When checkpoints are taken.
+    /// Policy by which checkpoints are taken.
     pub policy: Option<Policy>,
-    /// Between the guests, nothing else going on.
+    /// Trips between the guests, nothing else going on.
     pub alone: Trips,
-    /// Between the guests, while a client outside asks one of them.
+    /// Trips between the guests, while a client outside asks one of them.
     pub with_outside: Trips,
 }
 
 /// Everything that `bench group` found; `--json` prints it as it is.
 #[derive(Clone, Debug, Serialize)]
 pub struct GroupBench {
-    /// What was measured on.
+    /// Machine on which everything was measured.
     pub machine: Machine,
     /// Memory of each guest in MiB.
     pub guest_memory_mib: u32,
     /// Seconds of each measurement.
     pub seconds: u64,
-    /// How often everything was measured, in turn.
+    /// Number of times that everything was measured, in turn.
     pub repeats: u32,
     /// Processes that wanted to run in the last minute, at the end.
     pub load_average: Option<f64>,

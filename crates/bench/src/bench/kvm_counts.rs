@@ -1,4 +1,4 @@
-//! What checkpoints do to a guest on KVM, counted by KVM itself. Unlike times these are the same
+//! Effects of checkpoints on a guest on KVM, counted by KVM itself. Unlike times these are the same
 //! on an emulated host.
 
 use serde::Serialize;
@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use understudy_report::CheckpointTiming;
 
-/// Where KVM has a directory for each of its machines.
+/// Path where KVM has a directory for each of its machines.
 const MACHINES: &str = "/sys/kernel/debug/kvm";
 
 /// Counts of one machine at one moment.
@@ -26,7 +26,7 @@ pub struct KvmMachine {
     mapped_before: u64,
 }
 
-/// What happened between two checkpoints, on average.
+/// Counts of what happened between two checkpoints, on average.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct KvmCounts {
     /// Checkpoints counted.
@@ -35,7 +35,7 @@ pub struct KvmCounts {
     pub pages_written: f64,
     /// Page faults that KVM took.
     pub faults: f64,
-    /// For each page written.
+    /// Page faults for each page written.
     pub faults_per_page: f64,
     /// Exits from the guest, for whatever reason.
     pub exits: f64,

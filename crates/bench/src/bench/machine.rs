@@ -1,4 +1,4 @@
-//! What was measured on: figures without it say little.
+//! Machine on which something was measured: figures without it say little.
 
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -18,18 +18,18 @@ pub struct Machine {
     pub qemu: String,
     /// QEMU's accelerator: tcg or kvm.
     pub accel: String,
-    /// This program's version.
+    /// Version of this program.
     pub understudy: String,
 }
 
 impl Machine {
-    /// This machine, with the QEMU that runs as `qemu_pid`.
+    /// Looks at this machine, with the QEMU that runs as `qemu_pid`.
     pub fn look(understudy: String, qemu: String, qemu_pid: u32) -> Machine {
         let accel = accel(qemu_pid).unwrap_or_else(unknown);
         Machine { understudy, ..Machine::here(qemu, accel) }
     }
 
-    /// This machine and this program, with a QEMU of that version and accelerator.
+    /// Facts of this machine and this program, with a QEMU of that version and accelerator.
     pub fn here(qemu: String, accel: String) -> Machine {
         let uname = nix::sys::utsname::uname();
         let release = uname.map(|uname| uname.release().to_string_lossy().into_owned());
@@ -46,13 +46,13 @@ impl Machine {
     }
 }
 
-/// How many processes wanted to run over the last minute: whether somebody
+/// Number of processes that wanted to run over the last minute: whether somebody
 /// else kept the machine busy.
 pub fn load_average() -> Option<f64> {
     fs::read_to_string("/proc/loadavg").ok()?.split_whitespace().next()?.parse().ok()
 }
 
-/// What all processors have done since the machine's start, in clock ticks.
+/// Work of all processors since the machine's start, in clock ticks.
 #[derive(Clone, Copy, Debug)]
 pub struct ProcessorTimes {
     processors: usize,
@@ -61,17 +61,18 @@ pub struct ProcessorTimes {
     all: u64,
 }
 
-/// What the processors did in a stretch of time.
+/// Work of the processors in a stretch of time.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ProcessorUse {
-    /// How many were at work, in the mean: the machine's number of them is the most there can be.
+    /// Number of them that were at work, in the mean: the machine's number of them is the most
+    /// there can be.
     pub busy: f64,
-    /// How many another machine on the same host had instead.
+    /// Number of them that another machine on the same host had instead.
     pub stolen: f64,
 }
 
 impl ProcessorTimes {
-    /// Until now; none where the kernel does not say.
+    /// Times until now; none where the kernel does not say.
     pub fn look() -> Option<ProcessorTimes> {
         ProcessorTimes::parse(&fs::read_to_string("/proc/stat").ok()?)
     }
@@ -87,7 +88,7 @@ impl ProcessorTimes {
         Some(ProcessorTimes { processors, idle: idle + waiting, stolen, all: ticks.iter().sum() })
     }
 
-    /// From then to `later`; none if no tick lies between.
+    /// Use from then to `later`; none if no tick lies between.
     pub fn until(self, later: ProcessorTimes) -> Option<ProcessorUse> {
         let processors = self.processors as f64;
         let all = later.all.checked_sub(self.all).filter(|&ticks| ticks > 0)? as f64;

@@ -1,4 +1,4 @@
-//! How much memory a daemon holds.
+//! Memory that a daemon holds.
 
 use super::machine::{field, kib};
 use anyhow::{Context, Result};

@@ -12,7 +12,7 @@ use understudy_lab::{GuestShell, Lab, Migration, MigrationLimits, PlainGuest, Pl
 /// A guest that writes faster than its limits let QEMU send never moves.
 const PATIENCE: Duration = Duration::from_secs(15);
 
-/// What one would ask for if downtime is what matters: no switch before the rest takes
+/// Limits that one would ask for if downtime is what matters: no switch before the rest takes
 /// 10 ms, and all the bandwidth that there is.
 const SMALL: MigrationLimits =
     MigrationLimits { downtime: Duration::from_millis(10), bandwidth: 1 << 40 };
@@ -20,9 +20,9 @@ const SMALL: MigrationLimits =
 /// The downtimes of one guest with one load.
 #[derive(Clone, Debug, Serialize)]
 pub struct Downtimes {
-    /// With QEMU's own limits: 300 ms, 128 MiB a second.
+    /// Downtime with QEMU's own limits: 300 ms, 128 MiB a second.
     pub default: Downtime,
-    /// With a downtime limit of 10 ms, and no limit to the bandwidth.
+    /// Downtime with a limit of 10 ms, and no limit to the bandwidth.
     pub small: Downtime,
 }
 
@@ -33,7 +33,7 @@ pub struct Downtime {
     pub runs: usize,
     /// Migrations that did not, within 15 seconds; no more are tried then.
     pub endless: usize,
-    /// From the source's standstill until the target runs: the median.
+    /// Time from the source's standstill until the target runs: the median.
     pub median_ms: Option<f64>,
     /// The shortest.
     pub least_ms: Option<f64>,
@@ -43,7 +43,7 @@ pub struct Downtime {
     pub reported_ms: Option<f64>,
     /// The whole migration, median.
     pub whole_ms: Option<f64>,
-    /// How often QEMU went over the written pages, median.
+    /// Number of times that QEMU went over the written pages, median.
     pub rounds: Option<f64>,
     /// MiB that were sent, median.
     pub sent_mib: Option<f64>,
@@ -116,7 +116,7 @@ impl Downtime {
         }
     }
 
-    /// For the table.
+    /// Words for the table.
     pub fn words(&self) -> String {
         let times = match (self.median_ms, self.least_ms, self.most_ms) {
             (Some(median), Some(least), Some(most)) => {

@@ -71,7 +71,7 @@ pub fn run(args: &BenchArgs, json: bool) -> Result<Exit, Failure> {
 /// Both hosts and the guest's load share this machine's processors, so silence means nothing.
 const DETECTION: &str = "[detection]\ntimeout_ms = 10000\n";
 
-/// With hosts that suspect each other only after a long silence.
+/// Options with hosts that suspect each other only after a long silence.
 fn patient(mut options: SceneOptions) -> SceneOptions {
     for host in &options.hosts {
         let settings = DETECTION.to_owned();

@@ -2,7 +2,7 @@
 
 /// Pauses against the pages written since the last one.
 pub struct Pauses {
-    /// Where they are from.
+    /// Source that they are from.
     pub source: &'static str,
     /// Pages, and the least and the most milliseconds.
     pub points: &'static [(u64, f64, f64)],
@@ -16,7 +16,7 @@ pub const COLO_PAUSES: Pauses = Pauses {
 };
 
 impl Pauses {
-    /// For the table: empty where nothing was measured.
+    /// Words for the table: empty where nothing was measured.
     pub fn words(&self, pages: u64) -> String {
         let found = self.points.iter().find(|point| point.0 == pages);
         found.map_or_else(String::new, |(_, least, most)| format!("{least}–{most}"))

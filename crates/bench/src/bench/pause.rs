@@ -28,11 +28,11 @@ use understudy_report::{CheckpointTiming, ProtectRequest};
 const SYSTEM_MIB: u64 = 160;
 /// The first epochs of a load are not measured: its memory comes into being.
 const WARM_UP: Duration = Duration::from_secs(2);
-/// How often the daemons are looked at.
+/// Time between two looks at the daemons.
 const GLANCE: Duration = Duration::from_millis(200);
-/// For the backup to end a session of protection.
+/// Time for the backup to end a session of protection.
 const STAND_DOWN_LIMIT: Duration = Duration::from_secs(10);
-/// For one epoch; times the machine's patience.
+/// Time for one epoch; times the machine's patience.
 const EPOCH_LIMIT: Duration = Duration::from_secs(10);
 
 /// Measures and prints.
@@ -207,7 +207,7 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// What the guest does while its checkpoints are measured.
+/// Load of the guest while its checkpoints are measured.
 #[derive(Clone, Copy)]
 struct Load {
     pages: u64,
@@ -231,7 +231,7 @@ impl Load {
     }
 }
 
-/// What is measured: each number of pages with each writer.
+/// Loads that are measured: each number of pages with each writer.
 fn loads(args: &BenchPauseArgs) -> impl Iterator<Item = (u64, Option<Writer>)> {
     args.points.iter().flat_map(|&pages| {
         let writers = args.writers.iter().map(|&writer| Some(writer));

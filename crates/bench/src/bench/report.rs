@@ -13,7 +13,7 @@ use understudy_report::CheckpointTiming;
 /// Everything that `bench pause` found; `--json` prints it as it is.
 #[derive(Clone, Debug, Serialize)]
 pub struct PauseBench {
-    /// What was measured on.
+    /// Machine on which everything was measured.
     pub machine: Machine,
     /// One entry for each size of guest and number of pages, in the order asked for.
     pub points: Vec<Point>,
@@ -27,7 +27,7 @@ pub struct Point {
     pub memory_mib: u32,
     /// Pages that the guest's load rewrites in each epoch; 0 is an idle guest.
     pub pages: u64,
-    /// How it writes them; none for an idle guest.
+    /// Way in which it writes them; none for an idle guest.
     pub writer: Option<Writer>,
     /// Checkpoints a second that were asked for.
     pub hz: u32,
@@ -39,11 +39,11 @@ pub struct Point {
     pub precopied_pages: f64,
     /// QMP `stop`, until the guest stands still.
     pub stop_ms: f64,
-    /// Finding the written pages.
+    /// Time of finding the written pages.
     pub scan_ms: f64,
-    /// Copying them.
+    /// Time of copying them.
     pub copy_ms: f64,
-    /// Waiting for the device state.
+    /// Time of waiting for the device state.
     pub blob_ms: f64,
     /// QMP `cont`, until the guest runs.
     pub cont_ms: f64,
@@ -51,7 +51,7 @@ pub struct Point {
     pub total_ms: f64,
     /// The 99th percentile of the whole pause.
     pub p99_ms: f64,
-    /// From the end of the pause until the backup's acknowledgement.
+    /// Time from the end of the pause until the backup's acknowledgement.
     pub replicate_ms: f64,
     /// Processes that wanted to run in the last minute, when the point ended.
     pub load_average: Option<f64>,
@@ -59,7 +59,7 @@ pub struct Point {
     pub primary_memory: DaemonMemory,
     /// The backup's daemon.
     pub backup_memory: DaemonMemory,
-    /// What KVM counted, if the guest runs on it.
+    /// Counts of KVM, if the guest runs on it.
     pub kvm: Option<KvmCounts>,
     /// Live migrations of the same guest with the same load, if any were asked for.
     pub migration: Option<Downtimes>,
@@ -152,7 +152,8 @@ impl PauseBench {
         text + &self.kvm_table() + &self.peers_table()
     }
 
-    /// What KVM counted; these figures, unlike times, do not depend on the machine's speed.
+    /// Table of what KVM counted; these figures, unlike times, do not depend on the machine's
+    /// speed.
     fn kvm_table(&self) -> String {
         let counted: Vec<_> = self.points.iter().filter_map(|p| Some((p, p.kvm?))).collect();
         if counted.is_empty() {

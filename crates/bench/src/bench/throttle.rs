@@ -20,17 +20,17 @@ use understudy_report::VmStatus;
 /// Noise is not made smaller by any encoding.
 const MAKE_NOISE: &str = "for i in 1 2; do dd if=/dev/urandom of=/tmp/$i bs=4k";
 const LOAD: &str = "while :; do cat /tmp/1 > /tmp/out; cat /tmp/2 > /tmp/out; done";
-/// For the load to come into being and the throttle to settle.
+/// Time for the load to come into being and the throttle to settle.
 const WARM_UP: Duration = Duration::from_secs(10);
-/// Between two questions to the guest.
+/// Pause between two questions to the guest.
 const PACE: Duration = Duration::from_millis(20);
-/// For one answer.
+/// Time for one answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
 /// Everything that `bench throttle` found; `--json` prints it as it is.
 #[derive(Clone, Debug, Serialize)]
 pub struct ThrottleBench {
-    /// What was measured on.
+    /// Machine on which everything was measured.
     pub machine: Machine,
     /// Speed of the link in Mbit/s.
     pub link_mbits: u32,
@@ -53,7 +53,7 @@ pub struct Measured {
     pub epoch_pages: f64,
     /// Written pages a second that the backup got.
     pub dirty_pages_per_second: f64,
-    /// What the backup got, in Mbit/s.
+    /// Bandwidth that the backup got, in Mbit/s.
     pub bandwidth_mbits: f64,
     /// The part of its processors that the guest had, in percent.
     pub vcpu_percent: f64,

@@ -13,14 +13,14 @@ use understudy_client::{Client, Exit, Failure, output};
 use understudy_lab::scene::GuestKind;
 use understudy_lab::{GUEST_ADDRESS, Scene};
 
-/// What one workload measured; `--json` prints a list of these.
+/// Figures that one workload measured; `--json` prints a list of these.
 #[derive(Clone, Debug, Serialize)]
 pub struct Measured {
     /// The workload.
     pub workload: Workload,
     /// The unit of the samples' values.
     pub unit: &'static str,
-    /// Which way they are to go.
+    /// Direction in which they are to go.
     pub better: Better,
     /// One for each run.
     pub samples: Vec<Sample>,

@@ -1,4 +1,4 @@
-//! What goes wrong in a run: one failure, drawn from the run's seed.
+//! Fault of a run: one failure, drawn from the run's seed.
 
 use anyhow::Result;
 use std::fmt;
@@ -13,11 +13,11 @@ const CERTAIN: Duration = Duration::from_millis(3500);
 /// One failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// Which host it hits.
+    /// Host that it hits.
     pub side: Side,
-    /// What happens to it.
+    /// Kind of what happens to it.
     pub kind: Kind,
-    /// When: so long after protection is complete, or after its beginning.
+    /// Time at which it happens: so long after protection is complete, or after its beginning.
     pub delay: Duration,
     /// Whether the delay counts from the beginning of the synchronisation.
     pub while_syncing: bool,
@@ -32,7 +32,7 @@ pub enum Side {
     Backup,
 }
 
-/// What happens to the host.
+/// Kind of what happens to the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// SIGKILL, for good.
@@ -45,7 +45,7 @@ pub enum Kind {
     Unplug(Duration),
 }
 
-/// What of a host is hit.
+/// Part of a host that is hit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
     /// Every process.
@@ -74,7 +74,7 @@ impl Fault {
         Fault { side, kind, delay, while_syncing }
     }
 
-    /// How long until what was hit comes back; none for a death.
+    /// Time until what was hit comes back; none for a death.
     pub fn absence(&self) -> Option<Duration> {
         match self.kind {
             Kind::Kill(_) => None,
@@ -169,7 +169,7 @@ impl Dice {
         }
     }
 
-    /// How long something is away: blinks, the time-outs' own range, and long.
+    /// Time for which something is away: blinks, the time-outs' own range, and long.
     fn absence(&mut self) -> Duration {
         let milliseconds = match self.below(10) {
             0..3 => self.below(100),

@@ -1,4 +1,4 @@
-//! What all runs have shown together.
+//! Report on what all runs have shown together.
 
 use serde::Serialize;
 use std::path::PathBuf;
@@ -8,11 +8,11 @@ use std::path::PathBuf;
 pub struct Report {
     /// Runs that were played.
     pub runs: u64,
-    /// Those whose failure called for a take-over.
+    /// Runs whose failure called for a take-over.
     pub called_for: u64,
-    /// Those in which the backup took over.
+    /// Runs in which the backup took over.
     pub takeovers: u64,
-    /// Those in which it should have, and did not.
+    /// Runs in which it should have, and did not.
     pub missed: u64,
     /// Acknowledged records that were not on the survivor's disk.
     pub lost: u64,
@@ -47,16 +47,16 @@ pub struct OutageReport {
 pub struct FailedRun {
     /// Replays it: `understudy-lab chaos --runs 1 --seed SEED`.
     pub seed: u64,
-    /// What was done.
+    /// Fault that was done.
     pub fault: String,
-    /// What went wrong.
+    /// Problem that it showed.
     pub problem: String,
-    /// Where the logs are.
+    /// Path of the logs.
     pub logs: PathBuf,
 }
 
 impl OutageReport {
-    /// Of outages in milliseconds, in any order.
+    /// Report of outages in milliseconds, in any order.
     pub fn of(mut outages: Vec<f64>) -> OutageReport {
         outages.sort_by(f64::total_cmp);
         // The smallest outage that so many percent do not exceed.

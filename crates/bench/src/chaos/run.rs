@@ -7,13 +7,13 @@ use std::ops::Range;
 use std::time::Instant;
 use understudy_lab::scene::VM;
 
-/// What a run has shown.
+/// Result of a run.
 pub struct Run {
     /// The seed that replays it.
     pub seed: u64,
-    /// What was done.
+    /// Fault that was done.
     pub fault: Fault,
-    /// From the failure to the end of the run, in which the client looks for its outage.
+    /// Span from the failure to the end of the run, in which the client looks for its outage.
     pub window: Range<Instant>,
     /// Whether the guest moved.
     pub moved: bool,
@@ -22,7 +22,7 @@ pub struct Run {
     pub false_alarm: bool,
     /// Acknowledged records that the owner's disk has not, or not as they were.
     pub lost: u64,
-    /// What `e2fsck` complained of.
+    /// Complaints of `e2fsck`.
     pub file_system: Option<String>,
     /// Whether both copies sent something after one of them had taken over.
     pub double_live: bool,

@@ -12,7 +12,7 @@ use understudy_report::{HostStatus, Protection, Role, VmStatus};
 
 /// The two hosts.
 pub const HOSTS: [&str; 2] = ["a", "b"];
-/// Between two records, so that a run is not about the disk's speed.
+/// Pause between two records, so that a run is not about the disk's speed.
 const PACE: Duration = Duration::from_millis(2);
 /// Load on memory and CPU, and on the disk; both leave the guest some time for
 /// its clients.
@@ -21,9 +21,9 @@ const LOADS: [&str; 2] =
 /// Load on the network.
 const PINGS: usize = 3;
 const BULK: Load = Load::Bulk(16 * 1024);
-/// For a host to be protected to again after its failure.
+/// Time for a host to be protected to again after its failure.
 const PROTECT_LIMIT: Duration = Duration::from_secs(90);
-/// For the guest to answer its clients again, once a failure is over.
+/// Time for the guest to answer its clients again, once a failure is over.
 const SERVICE_LIMIT: Duration = Duration::from_secs(30);
 /// Acknowledgements that prove that the guest serves its client.
 const SERVED: u64 = 20;
@@ -37,7 +37,7 @@ pub struct Stage {
     watchers: [Watcher; 2],
 }
 
-/// What the clients have seen.
+/// Reports on what the clients have seen.
 pub struct Said {
     /// The one that appends records.
     pub records: RecordReport,
@@ -59,7 +59,7 @@ impl Stage {
         Stage::set(options, &[], &bulk)
     }
 
-    /// With these commands in the guest, and these connections beside the records.
+    /// Stage with these commands in the guest, and these connections beside the records.
     fn set(
         options: SceneOptions,
         commands: &[&str],
@@ -92,13 +92,13 @@ impl Stage {
         self.records.failed() || self.chatter.iter().any(ChatterClient::failed)
     }
 
-    /// What the daemon on `host` says of the guest; none if it knows none. Not to
+    /// Status of the guest by the daemon on `host`; none if it knows none. Not to
     /// be asked of a host that stands still.
     pub fn status(&self, host: &str) -> Result<Option<VmStatus>> {
         Ok(self.host_status(host)?.vms.into_iter().find(|vm| vm.name == VM))
     }
 
-    /// What the daemon on `host` says of itself.
+    /// Status of the daemon on `host`.
     pub fn host_status(&self, host: &str) -> Result<HostStatus> {
         client(&self.scene, host)?.status().map_err(|failure| anyhow!(failure.message))
     }

@@ -20,13 +20,13 @@ use understudy_lab::scene::VM;
 use understudy_lab::{RecordClient, Scene, SceneOptions, Watcher, wait_for};
 use understudy_report::{PauseReport, Protection, Role, VmStatus};
 
-/// How often the story looks at what it tells about.
+/// Time between two looks of the story at what it tells about.
 const GLANCE: Duration = Duration::from_millis(100);
-/// For the client to be answered by the backup.
+/// Time for the client to be answered by the backup.
 const TAKE_OVER_LIMIT: Duration = Duration::from_secs(30);
 /// Acknowledgements from the backup that make a survival.
 const ACKS_AFTER: u64 = 20;
-/// How long the story goes on after the fail-over.
+/// Time for which the story goes on after the fail-over.
 const AFTERMATH: Duration = Duration::from_secs(1);
 
 /// Plays the demo; exits with 0 only if nothing was lost.
@@ -72,7 +72,7 @@ struct Failed {
     at: Instant,
     /// The primary's last report.
     before: VmStatus,
-    /// Acknowledged when the failure had happened.
+    /// Records acknowledged when the failure had happened.
     acked: u64,
     watchers: Option<Watchers>,
 }
@@ -280,7 +280,7 @@ impl Watchers {
     }
 }
 
-/// How the backup keeps up.
+/// Words on how the backup keeps up.
 fn followed(status: &VmStatus) -> String {
     match &status.lockstep {
         None => {
@@ -303,7 +303,7 @@ fn ask(client: &Client) -> Result<VmStatus> {
     client.vm_status(VM).map_err(|failure| anyhow::anyhow!(failure.message))
 }
 
-/// What is wrong with the survivor's disk.
+/// Complaints about the survivor's disk.
 fn complaints(disk: &DiskCheck) -> Vec<String> {
     let records = &disk.records;
     let mut complaints = Vec::new();

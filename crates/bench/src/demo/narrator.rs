@@ -5,7 +5,7 @@ use std::cell::Cell;
 use std::io::{self, IsTerminal, Write};
 use std::time::{Duration, Instant};
 
-/// How often the state is printed where it cannot change in place.
+/// Time between two prints of the state, where it cannot change in place.
 const LINE_INTERVAL: Duration = Duration::from_secs(2);
 /// Goes to the beginning of the line and clears it.
 const CLEAR: &str = "\r\x1b[K";

@@ -1,4 +1,4 @@
-//! What a fail-over cost: the demo's result.
+//! Costs of a fail-over: the demo's result.
 
 use crate::cli::Cut;
 use indicatif::HumanBytes;
@@ -17,16 +17,16 @@ pub struct Outcome {
     pub pause_ms: PauseReport,
     /// Bytes sent to the backup before the failure.
     pub bytes_sent: u64,
-    /// In lockstep: how far both hosts were apart.
+    /// Distance of both hosts in lockstep.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lockstep: Option<LogOutcome>,
     /// Records that the client saw acknowledged.
     pub acked: u64,
-    /// Those of them that are not on the survivor's disk.
+    /// Records of them that are not on the survivor's disk.
     pub lost: u64,
     /// Whether the client's one connection lived through it all.
     pub connection_survived: bool,
-    /// What was cut, instead of the host being killed.
+    /// Connection that was cut, instead of the host being killed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cut: Option<Cut>,
     /// Whether the old copy sent anything after the new one had begun to; only
@@ -38,10 +38,10 @@ pub struct Outcome {
     pub problems: Vec<String>,
 }
 
-/// Lockstep, as of the primary's last report before the failure.
+/// Figures of lockstep, as of the primary's last report before the failure.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct LogOutcome {
-    /// For how long the backup had had log that it had not executed, in milliseconds: this
+    /// Time for which the backup had had log that it had not executed, in milliseconds: this
     /// much of the outage at least is its catching up.
     pub lag_ms: f64,
     /// Log of the last seconds, in Mbit/s.

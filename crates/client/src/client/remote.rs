@@ -16,7 +16,7 @@ use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName}
 use tokio_rustls::rustls::{ClientConfig, RootCertStore, crypto};
 use understudy_report::ErrorKind;
 
-/// For a host to answer, and to prove that it is the one that is meant.
+/// Time for a host to answer, and to prove that it is the one that is meant.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A host's API: `https://NAME:PORT`, or `NAME=ADDRESS:PORT` where the name is not to be looked up.
@@ -24,7 +24,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 pub struct HostUrl {
     /// The host's name, for which its certificate is.
     pub name: String,
-    /// Where it is.
+    /// Address of the host.
     pub address: String,
 }
 
@@ -51,7 +51,7 @@ impl FromStr for HostUrl {
     }
 }
 
-/// What is needed to speak with another host's daemon.
+/// Credentials that are needed to speak with another host's daemon.
 #[derive(Clone, Debug, Default)]
 pub struct Credentials {
     /// Certificates of the authority that the host's own is of.

@@ -12,17 +12,17 @@ use toml::Spanned;
 use understudy_protocol::HostName;
 use understudy_report::error::HostError;
 
-/// What a caller of the API may do; each includes those before.
+/// Access of a caller of the API; each includes those before.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema,
 )]
 #[serde(rename_all = "kebab-case")]
 pub enum Access {
-    /// See everything.
+    /// Sees everything.
     Read,
-    /// Protect, fail over, start and stop VMs, take snapshots.
+    /// Protects, fails over, starts and stops VMs, takes snapshots.
     Operate,
-    /// Define VMs, restore them, delete snapshots.
+    /// Defines VMs, restores them, deletes snapshots.
     Admin,
 }
 
@@ -52,11 +52,11 @@ impl FromStr for Access {
 /// The API over the network; always with this host's certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ApiConfig {
-    /// Where it listens.
+    /// Addresses where it listens.
     pub listen: Vec<SocketAddr>,
     /// Files that hold the tokens of a role, one a line.
     pub tokens: BTreeMap<Access, PathBuf>,
-    /// What whoever shows a certificate of this name may do.
+    /// Access of whoever shows a certificate of this name.
     pub certificates: BTreeMap<HostName, Access>,
 }
 

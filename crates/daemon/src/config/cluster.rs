@@ -26,18 +26,18 @@ pub struct ClusterConfig {
     /// Its VMs, and the host that each belongs on. The members are numbered in the order of
     /// their names.
     pub members: BTreeMap<VmName, HostName>,
-    /// Where its snapshots are, unless a command says otherwise.
+    /// Store of its snapshots, unless a command says otherwise.
     pub store: Option<StoreAddress>,
-    /// When this host takes snapshots by itself.
+    /// Schedule by which this host takes snapshots by itself.
     pub schedule: Option<Schedule>,
 }
 
 /// Snapshots that are taken by themselves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Schedule {
-    /// Between two.
+    /// Time between two.
     pub every: Duration,
-    /// Which are kept.
+    /// Retention: which are kept.
     pub retention: Retention,
 }
 

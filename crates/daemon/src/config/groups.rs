@@ -16,7 +16,7 @@ use understudy_report::error::HostError;
 /// The groups of a host, each with its VMs.
 pub type Groups = BTreeMap<GroupName, BTreeSet<VmName>>;
 
-/// As a file has them.
+/// Groups as a file has them.
 pub(super) type RawGroups = BTreeMap<Spanned<String>, Spanned<Vec<VmName>>>;
 
 pub(super) fn check(

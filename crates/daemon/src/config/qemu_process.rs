@@ -10,7 +10,7 @@ use understudy_qemu::RunAs;
 use understudy_qemu::definition::MemorySize;
 use understudy_report::error::HostError;
 
-/// Below that a QEMU with some disks and cards does not start.
+/// Limits of descriptors: with fewer a QEMU with some disks and cards does not start.
 const DESCRIPTORS: RangeInclusive<u64> = 256..=1_048_576;
 /// QEMU has up to 64 for requests to files alone.
 const THREADS: RangeInclusive<u64> = 96..=32_768;

@@ -9,7 +9,7 @@ use understudy_protocol::NameError;
 use understudy_replication::handshake::MOST_PATHS;
 use understudy_report::error::{ErrorKind, HostError};
 
-/// What the TOML reader says of each field that must be there, and an example.
+/// Words of the TOML reader about each field that must be there, and an example.
 const EXAMPLES: [(&str, &str); 3] = [
     ("missing field `name`", "name = \"a\""),
     ("missing field `listen`", "listen = \"10.0.0.1:7700\""),
@@ -27,7 +27,7 @@ impl<'a> Source<'a> {
         Source { text, file }
     }
 
-    /// Where the text is from.
+    /// File that the text is from.
     pub fn file(&self) -> &Path {
         self.file
     }

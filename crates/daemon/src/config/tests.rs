@@ -1,4 +1,4 @@
-//! What is accepted, what is refused and how.
+//! Tests of what is accepted, what is refused and how.
 
 use super::*;
 

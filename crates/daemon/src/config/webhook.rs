@@ -23,11 +23,16 @@ impl WebhookUrl {
 
     /// The address without what may be secret in it, for messages.
     pub fn shown(&self) -> String {
-        let uri = self.0.parse::<ureq::http::Uri>().ok();
-        let host = uri.as_ref().and_then(ureq::http::Uri::host).unwrap_or("?");
-        let scheme = self.0.split_once("://").map_or("?", |(scheme, _)| scheme);
-        format!("{scheme}://{host}/…")
+        shown(&self.0)
     }
+}
+
+/// An address of the web without what may be secret in it, for messages.
+pub(crate) fn shown(url: &str) -> String {
+    let uri = url.parse::<ureq::http::Uri>().ok();
+    let host = uri.as_ref().and_then(ureq::http::Uri::host).unwrap_or("?");
+    let scheme = url.split_once("://").map_or("?", |(scheme, _)| scheme);
+    format!("{scheme}://{host}/…")
 }
 
 #[derive(Deserialize)]

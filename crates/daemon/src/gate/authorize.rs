@@ -1,4 +1,4 @@
-//! Who may ask for what over the link between hosts.
+//! Rules on who may ask for what over the link between hosts.
 //!
 //! A certificate says who a peer is. What that host may ask for is decided here, before anything
 //! is done for it.
@@ -18,7 +18,7 @@
 use std::fmt;
 use understudy_replication::handshake::Purpose;
 
-/// What this host knows of whoever asks.
+/// Facts that this host knows of whoever asks.
 #[derive(Clone, Copy, Debug)]
 pub struct Asker<'a> {
     /// Its name, which its certificate bears.
@@ -27,7 +27,7 @@ pub struct Asker<'a> {
     pub known: bool,
 }
 
-/// Why a request is not answered; for people.
+/// Reason why a request is not answered; for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Denied {
     /// The host is neither a peer nor a member.
@@ -113,7 +113,7 @@ mod tests {
         ]
     }
 
-    /// Before, every certificate of the authority was answered.
+    /// Regression: every certificate of the authority was answered.
     #[test]
     fn only_known_hosts_are_answered() {
         for purpose in questions() {

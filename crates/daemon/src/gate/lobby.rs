@@ -14,7 +14,7 @@ use understudy_threads::Common;
 pub const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
 /// Handshakes in flight from addresses of known hosts, and from all others.
 const PLACES: [usize; 2] = [256, 64];
-/// Of the others, from one address.
+/// Places of the others for one address.
 const PLACES_OF_ADDRESS: usize = 16;
 /// Threads of handshakes; those that lost their place may take a moment to end.
 const MOST_THREADS: usize = 512;
@@ -32,10 +32,10 @@ pub struct Lobby(Common<State>);
 struct State {
     next: u64,
     threads: usize,
-    /// By their order.
+    /// Handshakes that wait, by their order.
     waiting: BTreeMap<u64, Waiting>,
     requests: BTreeMap<String, usize>,
-    /// Since when complaints are counted, and how many there were.
+    /// Time since which complaints are counted, and how many there were.
     complaints: Option<(Instant, u32)>,
 }
 
@@ -190,7 +190,7 @@ mod tests {
         IpAddr::from([127, 0, 0, last])
     }
 
-    /// Before, each connection had a thread for as long as it liked, without any bound.
+    /// Regression: each connection had a thread for as long as it liked, without any bound.
     #[test]
     fn the_oldest_strangers_make_room_and_known_hosts_stay() {
         let lobby = Arc::new(Lobby::default());
@@ -223,7 +223,7 @@ mod tests {
         drop(places);
     }
 
-    /// Before, each byte that came gave a peer the whole time again.
+    /// Regression: each byte that came gave a peer the whole time again.
     #[test]
     fn a_handshake_has_one_deadline() {
         let lobby = Arc::new(Lobby::default());

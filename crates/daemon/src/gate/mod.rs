@@ -2,20 +2,21 @@
 //!
 //! | module | is |
 //! |--------|----|
+//! | [`address`] | where it listens |
 //! | [`lobby`] | how many connections there may be, and for how long, before it is known whose they are |
 //! | [`authorize`] | who may ask for what |
 
+pub mod address;
 pub mod authorize;
 pub mod lobby;
 
 use crate::containment;
-use crate::host::{ADDRESS_PATIENCE, Host};
+use crate::host::Host;
 use crate::incoming;
 use crate::keeper::Passed;
 use lobby::Lobby;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::socket::{Backlog, listen as set_backlog};
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd};
@@ -26,36 +27,9 @@ use tracing::warn;
 use understudy_arbiter::descriptors;
 use understudy_report::error::{ErrorKind, HostError};
 
-/// Before the next try when the system has no descriptor, thread or memory; doubled each time.
+/// Pause before the next try when the system has no descriptor, thread or memory; doubled each
+/// time.
 const BACK_OFF: [Duration; 2] = [Duration::from_millis(10), Duration::from_secs(1)];
-
-/// Listens at an address, waiting for one that may be free in a moment: a daemon that has just ended still has it, or this
-/// host, which boots, has it not yet.
-pub fn bind_soon(address: &SocketAddr) -> io::Result<TcpListener> {
-    let deadline = Instant::now() + ADDRESS_PATIENCE;
-    loop {
-        match TcpListener::bind(address) {
-            Err(error) if may_be_bound_soon(&error) && Instant::now() < deadline => {
-                std::thread::sleep(Duration::from_millis(50));
-            }
-            bound => return bound,
-        }
-    }
-}
-
-fn may_be_bound_soon(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::AddrInUse | io::ErrorKind::AddrNotAvailable)
-}
-
-/// Listens for peers at an address.
-pub(crate) fn bind(address: &SocketAddr) -> Result<TcpListener, HostError> {
-    bind_soon(address).map_err(|error| {
-        let message = format!(
-            "cannot listen on {address}: {error}; is another daemon running, or the address not this host's?"
-        );
-        HostError::new(ErrorKind::Conflict, message)
-    })
-}
 
 /// Accepts connections for as long as the host lives.
 pub fn listen(host: &Arc<Host>, listener: TcpListener) -> Result<(), HostError> {
@@ -63,8 +37,6 @@ pub fn listen(host: &Arc<Host>, listener: TcpListener) -> Result<(), HostError> 
         HostError::new(ErrorKind::Internal, format!("cannot {what}: {error}"))
     };
     listener.set_nonblocking(true).map_err(|error| cannot("listen", &error))?;
-    // A flood must not fill the queue before it is looked at.
-    set_backlog(&listener, Backlog::MAXCONN).map_err(|error| cannot("listen", &error))?;
     let host = Arc::downgrade(host);
     thread::Builder::new()
         .name("listen".to_owned())
@@ -110,12 +82,13 @@ impl Default for BackOff {
 }
 
 impl BackOff {
-    /// It has them again.
+    /// Ends the pauses: the system has them again.
     pub(crate) fn end(&mut self) {
         *self = BackOff::default();
     }
 
-    /// After an error of `accept`: nobody may have been there, or have hung up meanwhile.
+    /// Rests after an error of `accept` if something is exhausted: nobody may have been there, or
+    /// have hung up meanwhile.
     pub(crate) fn rest_if_exhausted(&mut self, lobby: &Lobby, error: &io::Error) {
         if is_exhaustion(error) {
             self.rest(lobby, error);
@@ -132,7 +105,7 @@ impl BackOff {
     }
 }
 
-/// Until there is a connection, or a handshake's deadline has come.
+/// Waits until there is a connection, or a handshake's deadline has come.
 pub(crate) fn await_connection(listener: &impl AsFd, deadline: Option<Instant>) {
     let timeout = deadline.map_or(PollTimeout::NONE, |deadline| {
         let left = deadline.saturating_duration_since(Instant::now()) + Duration::from_millis(1);

@@ -1,4 +1,5 @@
-//! How a keeper goes on with the guest that the last keeper of its VM leaves, or has left to a custodian.
+//! Adoption: a keeper goes on with the guest that the last keeper of its VM leaves, or has left to
+//! a custodian.
 //!
 //! Whatever takes long is done while the guest runs. From the end of the last keeper on it stands still, until this one
 //! has its descriptors, the VM's place and the arbiter's word that the VM is this host's.
@@ -6,7 +7,7 @@
 use super::legacy::{self, Legacy, Readable};
 use super::note::{self, Claim, End, Found};
 use super::order::say;
-use crate::admission::open_disks;
+use crate::admission::{open_disks, open_disks_in_use};
 use crate::autostart::wish_of;
 use crate::containment;
 use crate::host::{Host, internal};
@@ -33,12 +34,12 @@ use understudy_replication::resync;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
 
-/// For the last keeper to end, if the daemon has died that told both.
+/// Time for the last keeper to end, if the daemon has died that told both.
 const PATIENCE_ALONE: Duration = Duration::from_secs(60);
 /// The daemon's word that nothing is to be adopted.
 pub(super) const DISMISSED: u8 = b'd';
 
-/// What the next keeper says to the daemon that has started it, each in a line of JSON.
+/// Words of the next keeper to the daemon that has started it, each in a line of JSON.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Word {
@@ -46,11 +47,12 @@ pub(super) enum Word {
     Ready(Readable),
     /// The guest goes on in it.
     Adopted(Adopted),
-    /// It does not, and stands still with its custodian, if the last keeper has left it.
+    /// The guest does not go on, and stands still with its custodian, if the last keeper has left
+    /// it.
     Failed(String),
     /// The same, and this program never will: another release may.
     Cannot(String),
-    /// It has ended, or is not this host's any more.
+    /// The guest has ended, or is not this host's any more.
     Lost(String),
 }
 
@@ -59,17 +61,17 @@ pub(super) enum Word {
 pub(super) struct Adopted {
     /// The last keeper's process.
     pub former: u32,
-    /// For how long the guest stood still, in milliseconds.
+    /// Time for which the guest stood still, in milliseconds.
     pub still_ms: u64,
 }
 
-/// Why a guest is not adopted.
+/// Reason why a guest is not adopted.
 enum NotAdopted {
-    /// It may be the next time.
+    /// Adoption may succeed the next time.
     Later(String),
-    /// Not by this program: it stays with its custodian.
+    /// Adoption is not possible by this program: it stays with its custodian.
     Cannot(String),
-    /// Never.
+    /// Adoption is never possible.
     Lost(String),
 }
 
@@ -77,7 +79,7 @@ fn later(error: impl Into<anyhow::Error>) -> NotAdopted {
     NotAdopted::Later(format!("{:#}", error.into()))
 }
 
-/// Why a machine was not taken over.
+/// Reason why a machine was not taken over.
 fn not_taken_over(error: anyhow::Error) -> NotAdopted {
     match error.is::<NotUnderstood>() {
         true => NotAdopted::Cannot(format!("it cannot be taken over: {error:#}")),
@@ -85,13 +87,13 @@ fn not_taken_over(error: anyhow::Error) -> NotAdopted {
     }
 }
 
-/// What a custodian has of a guest.
+/// Parts of a guest that a custodian has.
 struct Left {
     legacy: Legacy,
     /// QEMU's pidfd comes first.
     descriptors: Vec<OwnedFd>,
     custody: Custody,
-    /// Since when the guest has stood still.
+    /// Time since which the guest has stood still.
     since: Instant,
 }
 
@@ -247,8 +249,12 @@ impl Host {
         })?;
         // Before anything that it has sent may leave.
         owned(self.ask_for_owner(vm, *generation))?;
-        let disks = open_disks(&note.definition, Some(&record)).map_err(later)?;
-        resync::reopen(&record, &disks, directory);
+        let disks = match note.disk_bytes() {
+            Some(bytes) => open_disks_in_use(&note.definition, bytes),
+            None => open_disks(&note.definition, Some(&record), directory),
+        }
+        .map_err(later)?;
+        resync::go_on(&self.records, &record, &disks, directory).map_err(later)?;
         let descriptors = left.descriptors.iter().map(OwnedFd::try_clone);
         let adoption = Adoption {
             note,

@@ -1,5 +1,5 @@
-//! How all keepers of a host end in order before it goes down, while its network, its storage and its daemon are
-//! still there: each hands its VM over, or has it power off, as after any SIGTERM.
+//! End of all keepers of a host in order before it goes down, while its network, its storage and
+//! its daemon are still there: each hands its VM over, or has it power off, as after any SIGTERM.
 
 use super::note::{self, Found};
 use super::vm_of;

@@ -1,6 +1,6 @@
-//! How a keeper leaves its VM to the next one of this host, while the guest runs: its protection ends in
-//! order, a custodian has all by which QEMU is held and has the guest stand still, and this process
-//! ends. From then on the next keeper alone can let the guest go on.
+//! Departure of a keeper, whose VM goes to the next one of this host, while the guest runs: its
+//! protection ends in order, a custodian has all by which QEMU is held and has the guest stand
+//! still, and this process ends. From then on the next keeper alone can let the guest go on.
 
 use super::legacy::{self, Legacy, Readable};
 use super::{conflict, order};
@@ -8,11 +8,13 @@ use crate::host::{Host, failed};
 use crate::lifecycle::check_goes_on;
 use crate::vm::{PrimaryVm, Vm};
 use std::convert::Infallible;
+use std::fmt;
 use std::os::unix::net::UnixStream;
 use std::process;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
+use understudy_disk::Disk;
 use understudy_machine::Machine;
 use understudy_machine::custody::Custody;
 use understudy_protocol::{HostName, LeaseAnswer, PrimaryPhase, VmName};
@@ -20,9 +22,12 @@ use understudy_report::Mode;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_threads::lock;
 
-/// For what the guest has sent to leave it, once protection has ended.
+/// Time for its disks to be brought to stable storage: the daemon does not wait for ever, and whoever leaves a guest
+/// then leaves it to nobody.
+const SYNC_PATIENCE: Duration = Duration::from_secs(30);
+/// Time for what the guest has sent to leave it, once protection has ended.
 const OUTPUT_PATIENCE: Duration = Duration::from_secs(2);
-/// Between two looks at that.
+/// Time between two looks at that.
 const LOOK: Duration = Duration::from_millis(1);
 
 /// A VM that is being left takes no other orders, until this is dropped.
@@ -127,9 +132,14 @@ impl Host {
         self.check_leavable(name, reads)?;
         // Nothing that takes long is found out only when the guest stands still.
         self.prove_ours(&vm)?;
+        // While a backup has what they may have lost.
+        let synced_until = Instant::now() + SYNC_PATIENCE;
+        sync_disks(&vm, synced_until)?;
         let backup = vm.active_session().map(|session| session.peer.clone());
         let left = match &backup {
             Some(peer) => self.end_protection(&vm).and_then(|()| {
+                // Flushes of the last checkpoints are owed, and the next keeper would not know.
+                sync_disks(&vm, synced_until)?;
                 await_output(&vm.machine())?;
                 vm.events.note(format!("not protected to {peer} while its keeper is replaced"));
                 self.leave(&vm, backup.clone(), daemon)
@@ -179,6 +189,11 @@ impl Host {
             stay(&machine);
             return Err(conflict(format!("{} has just ended", vm.name())));
         }
+        // A flush that has failed meanwhile would be made again by the next keeper, and succeed.
+        if let Some(disk) = machine.disks().iter().find(|disk| disk.has_lost_writes()) {
+            stay(&machine);
+            return Err(lost_writes(vm, disk, "it has just failed to sync"));
+        }
         // From here on it is the next keeper's.
         machine.leave_to_next();
         custody.leave();
@@ -211,6 +226,25 @@ fn stay(machine: &Machine) {
     if let Err(error) = machine.stay() {
         tracing::warn!(vm = %machine.definition().name, "the guest does not go on: {error}");
     }
+}
+
+/// Brings all that the guest has written to stable storage. That a sync has failed nobody but this process knows:
+/// the kernel tells it once.
+fn sync_disks(vm: &PrimaryVm, until: Instant) -> Result<(), HostError> {
+    for disk in vm.machine().disks() {
+        disk.sync().map_err(|error| lost_writes(vm, &disk, error))?;
+    }
+    if Instant::now() > until {
+        let name = vm.name();
+        let why = "its disks took long to sync: try again, there is less to sync by now";
+        return Err(conflict(format!("{name} stays in its keeper: {why}")));
+    }
+    Ok(())
+}
+
+fn lost_writes(vm: &PrimaryVm, disk: &Disk, why: impl fmt::Display) -> HostError {
+    let (vm, path) = (vm.name(), disk.path());
+    conflict(format!("{vm} stays in its keeper: {} may have lost writes: {why}", path.display()))
 }
 
 /// Protection has ended, and nothing waits for a backup any more: waits until all of it has left.

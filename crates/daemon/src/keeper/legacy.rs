@@ -1,4 +1,5 @@
-//! What a keeper leaves to the next one of its VM, beside the descriptors that a custodian keeps.
+//! Legacy that a keeper leaves to the next one of its VM, beside the descriptors that a custodian
+//! keeps.
 //!
 //! It is read by another release than the one that wrote it. So it has a version, which the next
 //! keeper must read before anything is left to it, and every field that came later has a default. The agent
@@ -16,7 +17,7 @@ use understudy_report::error::{ErrorKind, HostError};
 /// The version that this program leaves.
 pub const VERSION: u32 = 1;
 
-/// What must be known of a VM, beside its descriptors.
+/// Facts that must be known of a VM, beside its descriptors.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Legacy {
     /// See [`VERSION`].
@@ -32,7 +33,7 @@ pub struct Legacy {
 }
 
 impl Legacy {
-    /// Of a VM that this process has.
+    /// Legacy of a VM that this process has.
     pub fn new(
         generation: Generation,
         protected_to: Option<HostName>,
@@ -41,7 +42,8 @@ impl Legacy {
         Legacy { version: VERSION, keeper: std::process::id(), generation, protected_to, machine }
     }
 
-    /// What the last keeper has written; an error says why this program does not understand it.
+    /// Reads what the last keeper has written; an error says why this program does not understand
+    /// it.
     pub fn read(note: Value) -> Result<Legacy, String> {
         #[derive(Deserialize)]
         struct Version {
@@ -57,7 +59,7 @@ impl Legacy {
     }
 }
 
-/// What a keeper goes on with.
+/// Versions that a keeper goes on with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Readable {
     /// The versions of a [`Legacy`] that it reads.
@@ -75,7 +77,7 @@ const READ: Spoken = Spoken { least: VERSION, highest: VERSION };
 const UNCOMPARED_AGENTS: [u32; 2] = [8, 9];
 
 impl Readable {
-    /// This program.
+    /// Versions of this program.
     pub fn own() -> Readable {
         let agents = Spoken { least: *ADOPTED_AGENTS.start(), highest: *ADOPTED_AGENTS.end() };
         fail::fail_point!("of-later-agents", |file| Readable {
@@ -133,7 +135,7 @@ fn another_in_a_test(version: u32) -> u32 {
     version
 }
 
-/// Where it is found, in the VM's directory.
+/// Path where it is found, in the VM's directory.
 pub fn socket(vm_directory: &Path) -> PathBuf {
     vm_directory.join(OF_KEEPER)
 }
@@ -166,7 +168,7 @@ mod tests {
         }
     }
 
-    /// They were asked for the version of what they leave alone.
+    /// Regression: they were asked for the version of what they leave alone.
     #[test]
     fn keepers_that_do_not_compare_their_agent_are_left_alone_once_that_is_not_spoken() {
         assert!(Readable::own().check_uncompared().is_ok());

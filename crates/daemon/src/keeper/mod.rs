@@ -11,6 +11,7 @@
 //! | [`rights`] | what it can do on its host |
 //! | [`system_calls`] | what it cannot ask the kernel for |
 //! | [`seclusion`] | which processes it reaches |
+//! | [`view`] | which files it sees |
 //! | [`order`] | what it may do about its VM first |
 //! | [`replace`] | how the daemon has one replaced by another while the guest runs |
 //! | [`legacy`] | what the one leaves to the other |
@@ -34,6 +35,7 @@ pub mod rights;
 pub mod seclusion;
 pub mod start;
 mod system_calls;
+pub mod view;
 mod watch;
 
 pub use pass::Passed;
@@ -64,9 +66,9 @@ use understudy_report::error::{ErrorKind, HostError};
 const SOCKET: &str = "keeper.sock";
 /// The socket through which a keeper gets connections of other hosts, beside it.
 const CONNECTIONS: &str = "peers.sock";
-/// Between two looks at whether a keeper's VM is still there.
+/// Time between two looks at whether a keeper's VM is still there.
 const LOOK: Duration = Duration::from_millis(100);
-/// For one whose VM is gone to end.
+/// Time for one whose VM is gone to end.
 const END_PATIENCE: Duration = Duration::from_secs(5);
 
 /// A keeper that lives.
@@ -76,13 +78,13 @@ pub struct Keeper {
     pub vm: VmName,
     /// Its process; none if it has not said yet.
     pub pid: Option<u32>,
-    /// Where its API is.
+    /// Path of its API.
     pub socket: PathBuf,
     /// The group that its VM shares it with.
     pub group: Option<GroupName>,
-    /// What it runs, if it says so.
+    /// Program that it runs, if it names it.
     pub program: Option<Program>,
-    /// Why this daemon cannot speak with it, if it cannot.
+    /// Reason why this daemon cannot speak with it, if it cannot.
     pub problem: Option<String>,
 }
 
@@ -202,7 +204,8 @@ impl Host {
         entries.filter_map(|entry| vm_of(&entry)).collect()
     }
 
-    /// Where logs of QEMU may be too long that this process bounds: a keeper those of its VMs, the daemon all others.
+    /// Directories where logs of QEMU may be too long that this process bounds: a keeper those of
+    /// its VMs, the daemon all others.
     pub(crate) fn logged_directories(&self) -> Vec<PathBuf> {
         let state_dir = &self.config.state_dir;
         let Some(kept) = &self.keeps else {
@@ -239,7 +242,7 @@ impl Host {
         self.arrivals.kept(&keeper.vm).or_else(recorded)
     }
 
-    /// What this host is to a keeper's VM, for when the keeper itself does not say.
+    /// Role of this host for a keeper's VM, for when the keeper itself does not say.
     pub fn kept_role(&self, keeper: &Keeper) -> Role {
         let record = self.record(&keeper.vm).ok().flatten();
         match record.map(|record| record.image.role) {

@@ -1,4 +1,4 @@
-//! What a keeper says of itself: `keeper.json` in its VM's directory, locked for as long as it lives.
+//! Note of a keeper on itself: `keeper.json` in its VM's directory, locked for as long as it lives.
 //!
 //! The file is written in place and never removed, since the lock is that of the file.
 
@@ -18,9 +18,9 @@ use understudy_report::error::{ErrorKind, HostError};
 /// new version speaks the one before, too; whichever of the two is newer says to the other nothing that it does not know.
 const PROTOCOL: Spoken = Spoken { least: 1, highest: 1 };
 
-const FILE: &str = "keeper.json";
+pub(super) const FILE: &str = "keeper.json";
 
-/// What a keeper says of itself.
+/// Note of a keeper on itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Note {
     /// The least version of the local protocol that it speaks.
@@ -37,10 +37,10 @@ pub struct Note {
     /// The group that its VM shares it with.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub group: Option<GroupName>,
-    /// What it is; none of a release whose keepers cannot be replaced.
+    /// Program that it is; none of a release whose keepers cannot be replaced.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub program: Option<Program>,
-    /// How it ended; none while it lives, and if it was killed.
+    /// End of the keeper; none while it lives, and if it was killed.
     pub end: Option<End>,
 }
 
@@ -57,7 +57,7 @@ pub struct Program {
 }
 
 impl Program {
-    /// This one.
+    /// Program that this one is.
     pub fn own() -> Program {
         Program {
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -67,31 +67,31 @@ impl Program {
     }
 }
 
-/// How a keeper's VM came to its end.
+/// End of a keeper's VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum End {
     /// Its operator or its guest ended it, or it runs elsewhere as its operator wished.
     Gone,
-    /// This host lost it.
+    /// Loss: this host does not own it any more.
     Fenced {
         /// The last generation at which this host owned it.
         generation: Generation,
-        /// Why.
+        /// Reason of the loss.
         reason: String,
     },
-    /// It was left to the next keeper.
+    /// Departure: it was left to the next keeper.
     Left,
 }
 
-/// What there is of a keeper in a VM's directory.
+/// Traces of a keeper in a VM's directory.
 #[derive(Debug)]
 pub enum Found {
     /// None that lives, but what the last one has said, unless that is known already.
     Nobody(Option<Note>),
     /// One that has not said anything yet.
     Starting,
-    /// One.
+    /// One that lives.
     Lives(Note),
     /// One that this daemon does not understand, and why.
     Unknown(String),

@@ -1,5 +1,5 @@
-//! What a keeper does about its VM as soon as it is there, by its daemon's order: the VM starts in it,
-//! and nowhere else.
+//! Orders of its daemon that a keeper carries out for its VM as soon as it is there: the VM starts
+//! in it, and nowhere else.
 
 use super::Keeper;
 use super::legacy::Readable;
@@ -27,9 +27,9 @@ use understudy_report::{RecoverReport, RecoverRequest};
 
 /// A keeper's option that is an [`Order`].
 const OPTION: &str = "--order";
-/// For an order to be carried out, as far as no lease of another host is waited for.
+/// Time for an order to be carried out, as far as no lease of another host is waited for.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// For one that takes no time.
+/// Time for one that takes none.
 const PATIENCE_FOR_A_WORD: Duration = Duration::from_secs(5);
 /// Bytes of an order, at most.
 const LONGEST_ORDER: usize = 4096;
@@ -38,24 +38,24 @@ const LONGEST_ORDER: usize = 4096;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Order {
-    /// To bring it up with its host.
+    /// Brings it up with its host.
     ComeUp,
-    /// To find its valid images, and start it on them.
+    /// Finds its valid images, and starts it on them.
     Recover(RecoverRequest),
-    /// To restore it as the daemon, which has a coordinator's orders, says on that socket.
+    /// Restores it as the daemon, which has a coordinator's orders, says on that socket.
     Restore,
-    /// To end it, since nobody wants it any more.
+    /// Ends it, since nobody wants it any more.
     Stop,
-    /// To say whether it could be left now to a keeper that reads this.
+    /// Says whether it could be left now to a keeper that reads this.
     MayLeave(Readable),
-    /// To leave it to that keeper, and to end without ending it.
+    /// Leaves it to that keeper, and ends without ending it.
     Leave(Readable),
-    /// To go on with what the last keeper leaves, or has left. The answers are [`super::adopt`]'s.
+    /// Goes on with what the last keeper leaves, or has left. The answers are [`super::adopt`]'s.
     Adopt,
 }
 
 impl Order {
-    /// How long whoever gave it waits: a keeper that has not answered by then hangs.
+    /// Time that whoever gave it waits: a keeper that has not answered by then hangs.
     fn patience(self) -> Duration {
         match self {
             Order::ComeUp | Order::Recover(_) => LONGEST_LEASE + PATIENCE,
@@ -65,7 +65,7 @@ impl Order {
     }
 }
 
-/// What came of an order.
+/// Outcome of an order.
 pub(super) type Answer = Result<Option<RecoverReport>, HostError>;
 
 impl fmt::Display for Order {
@@ -89,7 +89,7 @@ struct Further {
     order: Order,
 }
 
-/// Who has an order.
+/// Follower that has an order.
 pub(super) enum Follower {
     /// A keeper that was started for it.
     New(Child),
@@ -176,7 +176,8 @@ impl Host {
             self.make_way(definition)?;
             // What may be missing for long is no reason to start a process again and again.
             self.check_bridges(&definition.cards)?;
-            drop(open_disks(definition, self.record(name)?.as_ref())?);
+            let directory = name.below(&self.config.state_dir);
+            drop(open_disks(definition, self.record(name)?.as_ref(), &directory)?);
             Arrival::expect(&self.arrivals, &self.config.name, definition)
         };
         let (follower, said) = self.give_order(name, order)?;
@@ -220,6 +221,7 @@ impl Host {
             }
             return Ok((Follower::New(process), said));
         };
+        self.admit(vm, &shared)?;
         Ok((Follower::OfGroup, shared.order_about(vm, order)?))
     }
 

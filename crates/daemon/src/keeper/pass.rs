@@ -1,4 +1,4 @@
-//! How another host's connection about a VM gets to the VM's keeper: the daemon, which has found out
+//! Way of another host's connection about a VM to the VM's keeper: the daemon, which has found out
 //! whose it is, passes its descriptor through a socket in the VM's directory, and has nothing to do
 //! with it from then on. The keeper begins anew with the peer, as if it had listened itself, and takes from it
 //! only what the daemon has passed the connection on for. By the same way it hears of orders about further VMs of its
@@ -31,26 +31,28 @@ use understudy_protocol::wire::MAX_PAYLOAD;
 use understudy_replication::handshake::{Offer, Purpose};
 use understudy_report::error::{ErrorKind, HostError};
 
-/// For the other process to do its part; a keeper may just be starting.
+/// Time for the other process to do its part; a keeper may just be starting.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// What goes with a connection about the keeper's VM, and what the keeper says when it has it.
+/// Byte that goes with a connection about the keeper's VM, and the one that the keeper answers when
+/// it has it.
 const PASSED: u8 = 1;
 const TAKEN: u8 = 2;
-/// What goes with a socket for an order, and with a connection on which a VM is offered; the offer follows.
+/// Byte that goes with a socket for an order, and the one with a connection on which a VM is
+/// offered; the offer follows.
 const ORDERED: u8 = 3;
 const OFFERED: u8 = 4;
-/// Of an offer, in JSON: as the daemon writes it, it may be longer than it came.
+/// Most bytes of an offer, in JSON: as the daemon writes it, it may be longer than it came.
 const MOST_BYTES: u64 = 2 * MAX_PAYLOAD as u64;
 /// More descriptors than come with a connection, so that too many are noticed.
 const MOST_DESCRIPTORS: usize = 4;
 
-/// What the daemon has passed a connection on for. The peer says once more what it wants, and might say something else
-/// then, which nobody has examined.
+/// Purpose for which the daemon has passed a connection on. The peer says once more what it wants,
+/// and might say something else then, which nobody has examined.
 #[derive(Debug)]
 pub enum Passed {
-    /// What is about this VM, and is for its keeper.
+    /// Requests about this VM, for its keeper.
     About(VmName),
-    /// This offer, which nothing speaks against.
+    /// Offer which nothing speaks against.
     Offer(Box<Offer>),
 }
 
@@ -137,7 +139,7 @@ fn dial(keeper: &Path) -> io::Result<UnixStream> {
 pub struct Connections(UnixListener);
 
 impl Connections {
-    /// In the place of those of the keeper that was there before: this one has the VM's lock.
+    /// Binds in the place of those of the keeper that was there before: this one has the VM's lock.
     pub(super) fn bind(path: &Path) -> io::Result<Connections> {
         match fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -248,7 +250,7 @@ mod tests {
     use understudy_protocol::{Generation, PathIndex, literal};
     use understudy_replication::membership::Membership;
 
-    /// What a keeper makes of something that is passed to it.
+    /// Socket that a keeper makes of something that is passed to it.
     fn passed(what: BorrowedFd<'_>) -> anyhow::Result<TcpStream> {
         let directory = tempfile::tempdir()?;
         let path = directory.path().join("peers.sock");
@@ -343,7 +345,7 @@ mod tests {
         Purpose::Heartbeat { session: "s".to_owned(), path: PathIndex(0) }
     }
 
-    /// What was about one VM of a group could be about any, and an offer of any VM.
+    /// Regression: what was about one VM of a group could be about any, and an offer of any VM.
     #[test]
     fn a_connection_is_about_the_vm_for_which_it_was_passed_on() {
         let passed = Passed::About(literal("db"));

@@ -18,9 +18,9 @@ use understudy_replication::membership::GroupMembers;
 use understudy_report::error::HostError;
 use understudy_threads::Common;
 
-/// For the VM to be started in a new keeper.
+/// Time for the VM to be started in a new keeper.
 const START_PATIENCE: Duration = Duration::from_secs(60);
-/// For the daemon to fetch the last events.
+/// Time for the daemon to fetch the last events.
 const LAST_EVENTS: Duration = Duration::from_millis(200);
 
 /// Serves a host's API on a socket.
@@ -28,9 +28,9 @@ pub type Door = Box<dyn Fn(&Arc<Host>, &Path) -> Result<Close, HostError> + Send
 /// Ends that, once what was asked is answered.
 pub type Close = Box<dyn FnOnce() + Send>;
 
-/// What a keeper keeps.
+/// VMs that a keeper keeps.
 pub struct Kept {
-    /// Whose other VMs may come.
+    /// Group whose other VMs may come.
     group: Option<GroupName>,
     door: Door,
     places: Common<Places>,
@@ -43,14 +43,15 @@ struct Places {
     over: bool,
 }
 
-/// What it holds of one VM.
+/// Hold on one VM.
 struct Place {
     claim: Claim,
     close: Close,
     listening: Listening,
-    /// When the VM is gone if it has not come; none while an order about it is being followed.
+    /// Time at which the VM is gone if it has not come; none while an order about it is being
+    /// followed.
     begins_by: Option<Instant>,
-    /// What was seen last.
+    /// End that was seen last.
     end: Option<End>,
 }
 
@@ -98,7 +99,8 @@ impl Kept {
         group.vms.iter().any(|vm| places.of.contains_key(vm))
     }
 
-    /// What stays here for the next keeper of the VM: this process ends now, and holds it until then.
+    /// Leaves what is here to the next keeper of the VM: this process ends now, and holds it until
+    /// then.
     pub(super) fn leave_to_next(&self, vm: &VmName) {
         let mut places = self.places.lock();
         let said = places.of.get_mut(vm).map_or(Ok(()), |place| place.claim.end(End::Left));
@@ -133,7 +135,7 @@ impl std::fmt::Display for Kept {
 }
 
 impl Claim {
-    /// That of a VM of this host, before anything is done for it.
+    /// Claim on a VM of this host, before anything is done for it.
     pub(crate) fn of(
         config: &HostConfig,
         vm: &VmName,
@@ -280,8 +282,9 @@ impl Host {
         }
     }
 
-    /// This process ends, and has no VM any more.
+    /// Leaves all: this process ends, and has no VM any more.
     pub fn leave_all(&self) {
+        fail::fail_point!("leave-all");
         let places = self.keeps.as_ref().map(Kept::all).unwrap_or_default();
         places.into_iter().for_each(|place| place.leave(End::Gone));
     }

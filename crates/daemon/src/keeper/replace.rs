@@ -1,5 +1,6 @@
-//! How the daemon has a VM's keeper replaced by a process of its own program, while the guest runs: the next keeper is
-//! started first, and waits until the last one has ended, which leaves it the VM.
+//! Replacement of a VM's keeper, which the daemon starts, by a process of its own program, while
+//! the guest runs: the next keeper is started first, and waits until the last one has ended, which
+//! leaves it the VM.
 //!
 //! A guest that no keeper has gone on with stands still with its custodian. It is looked for as long as there is a
 //! daemon, and further keepers are started until one goes on with it, or its operator ends it.
@@ -28,14 +29,15 @@ use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
 use understudy_report::upgrade::KeeperReplacement;
 
-/// For the next keeper to be ready, and for it to go on with the guest. The arbiter may take its time.
+/// Time for the next keeper to be ready, and for it to go on with the guest. The arbiter may take
+/// its time.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Before another keeper is started for a guest that stands still.
+/// Pause before another keeper is started for a guest that stands still.
 const AGAIN: Duration = Duration::from_secs(1);
 /// The same after one that says that no keeper of this program can go on with it.
 const RARELY: Duration = Duration::from_secs(60);
 
-/// Why no keeper goes on with a guest.
+/// Reason why no keeper goes on with a guest.
 enum NotTaken {
     /// One may, the next time.
     Later(String),
@@ -46,7 +48,7 @@ enum NotTaken {
 }
 
 impl NotTaken {
-    /// Why, and what its operator can do about it.
+    /// Reason, and what the guest's operator can do about it.
     fn with_a_way_out(&self, vm: &VmName) -> String {
         match self {
             NotTaken::Later(why) => format!(
@@ -93,7 +95,7 @@ impl Next {
         }
     }
 
-    /// What it reads of what the last keeper leaves.
+    /// Waits until it is ready; returns what it reads of what the last keeper leaves.
     fn await_ready(&mut self) -> Result<Readable, HostError> {
         match self.hear()? {
             Word::Ready(reads) => Ok(reads),
@@ -157,7 +159,7 @@ impl Keeper {
         self.obey(&self.vm, &Order::MayLeave(reads)).map(drop)
     }
 
-    /// Why it cannot be replaced now, if it cannot.
+    /// Reason why it cannot be replaced now, if it cannot.
     pub(crate) fn replacement_obstacle(&self) -> Option<String> {
         self.check_leaves().err().map(|error| error.message)
     }
@@ -358,7 +360,7 @@ mod tests {
     use std::slice;
     use understudy_protocol::literal;
 
-    /// What the daemon makes of what a next keeper says, by this.
+    /// Outcome that the daemon makes of what a next keeper says, by this.
     fn heard<T>(words: &[Word], hear: impl FnOnce(&mut Next) -> T) -> T {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         words.iter().for_each(|word| say(&mut theirs, word).unwrap());

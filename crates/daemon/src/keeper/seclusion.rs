@@ -1,5 +1,5 @@
-//! Which processes of its host a keeper reaches: itself, and those that it starts. The kernel sees to that (Landlock),
-//! for good.
+//! Seclusion of a keeper from its host's processes: it reaches itself, and those that it starts.
+//! The kernel sees to that (Landlock), for good.
 //!
 //! One that goes on with the QEMU of the last keeper is not secluded: that QEMU is none of its own, and it must reach it.
 
@@ -8,19 +8,19 @@ use std::fmt;
 use std::thread;
 use understudy_report::error::{ErrorKind, HostError};
 
-/// How far this kernel sees to it.
+/// Extent to which this kernel sees to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Seclusion {
-    /// It reaches no other process.
+    /// The keeper reaches no other process.
     Whole,
-    /// It looks into no other process and changes none, but may send them signals.
+    /// The keeper looks into no other process and changes none, but may send them signals.
     ButForSignals,
-    /// It reaches all of them.
+    /// The keeper reaches all of them.
     None,
 }
 
 impl Seclusion {
-    /// What to do for more, if there is something.
+    /// Remedy: what to do for more, if there is something.
     pub fn remedy(self) -> Option<&'static str> {
         match self {
             Seclusion::Whole => None,
@@ -51,7 +51,7 @@ pub fn begin() -> Result<Seclusion, HostError> {
     seclude().map_err(cannot)
 }
 
-/// What this kernel would do: tried in a thread that ends.
+/// Seclusion that this kernel would give: tried in a thread that ends.
 pub fn probe() -> Result<Seclusion, HostError> {
     let tried = thread::Builder::new().name("seclusion".to_owned()).spawn(begin).map_err(cannot)?;
     tried.join().unwrap_or_else(|_| Err(cannot("the thread that tried it panicked")))
@@ -62,7 +62,8 @@ fn cannot(error: impl fmt::Display) -> HostError {
     HostError::new(ErrorKind::Internal, message)
 }
 
-/// Whoever has any restriction of this kind reaches only those that have it, too.
+/// Secludes this thread: whoever has any restriction of this kind reaches only those that have it,
+/// too.
 fn seclude() -> Result<Seclusion, RulesetError> {
     let restricted = Ruleset::default()
         // Nothing else of files is restricted. It could make none of these anyhow.

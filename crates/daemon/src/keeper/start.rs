@@ -1,8 +1,8 @@
-//! How the daemon starts a keeper, and the VM in it.
+//! Start of a keeper by the daemon, and of the VM in it.
 
 use super::note::Program;
 use super::order::Follower;
-use super::{Keeper, SOCKET};
+use super::{Keeper, SOCKET, view};
 use crate::arrivals::Arrival;
 use crate::host::Host;
 use anyhow::Context;
@@ -22,15 +22,15 @@ use understudy_qemu::VmDefinition;
 use understudy_replication::handshake::{GroupOffer, Hello, Offer};
 use understudy_report::error::{ErrorKind, HostError};
 
-/// For a keeper to serve its API.
+/// Time for a keeper to serve its API.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// Between two tries.
+/// Pause between two tries.
 const LOOK: Duration = Duration::from_millis(10);
-/// Between two looks at whether a keeper still has its VM.
+/// Time between two looks at whether a keeper still has its VM.
 const LEISURE: Duration = Duration::from_millis(250);
 /// The subcommand of this program that is a keeper.
 pub const SUBCOMMAND: &str = "keep";
-/// What a service manager has told the daemon, and means nobody else.
+/// Variables with which a service manager has told the daemon something, and means nobody else.
 const DAEMONS_OWN: [&str; 3] = ["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"];
 
 impl Host {
@@ -81,7 +81,9 @@ impl Host {
         let _adding = self.adding.lock();
         let group = self.group_of(vm);
         if let Some(shared) = group.as_ref().and_then(|group| self.keeper_of_group(group)) {
-            return Ok((Follower::OfGroup, shared.reachable()?.clone()));
+            let socket = shared.reachable()?.clone();
+            self.admit(vm, &shared)?;
+            return Ok((Follower::OfGroup, socket));
         }
         let socket = self.keeper_socket(vm);
         let name = group.as_ref().map(|group| &group.name);
@@ -134,9 +136,9 @@ impl Host {
         let group = offer.group.as_ref();
         if let Some(GroupOffer { membership, place: 1.. }) = group {
             let keeper = self.keeper_of(&membership.leader().vm);
-            keeper
-                .context("its group's protection has ended meanwhile")?
-                .take(link, Some(offer))?;
+            let keeper = keeper.context("its group's protection has ended meanwhile")?;
+            self.admit(arrival.vm(), &keeper)?;
+            keeper.take(link, Some(offer))?;
             self.follow_to_keeper(arrival);
             return Ok(());
         }
@@ -152,9 +154,15 @@ impl Host {
             program: Some(Program::own()),
             problem: None,
         };
-        let begun = await_socket(&mut process, &name, &socket)
-            .context("no keeper for it")
-            .and_then(|()| keeper.take(link, Some(offer)));
+        let begun =
+            await_socket(&mut process, &name, &socket).context("no keeper for it").and_then(|()| {
+                // It asks the arbiter about all of them before it takes the first.
+                let others = offer.group.iter().flat_map(|group| &group.membership.members);
+                for other in others.filter(|member| member.vm != name) {
+                    self.admit(&other.vm, &keeper)?;
+                }
+                keeper.take(link, Some(offer))
+            });
         if begun.is_err() {
             self.end(process, &name);
             return begun;
@@ -190,6 +198,11 @@ impl Host {
         if let Err(error) = thread::Builder::new().name(format!("keeper-{vm}")).spawn(follow) {
             warn!(%vm, "its place is not kept: {error}");
         }
+    }
+
+    /// Lets the keeper of a group see what this VM has, which is to come into it.
+    pub(super) fn admit(&self, vm: &VmName, keeper: &Keeper) -> Result<(), HostError> {
+        keeper.pid.map_or(Ok(()), |pid| view::admit(&self.config, vm, pid))
     }
 
     /// Finds nothing of the host's that speaks against a keeper of a VM. To be called under the lock `adding`.

@@ -10,7 +10,7 @@ use seccompiler::{
 };
 use std::collections::BTreeMap;
 
-/// Refused whatever they are asked.
+/// Calls that are refused whatever they are asked.
 const REFUSED: &[c_long] = &[
     // The kernel itself.
     libc::SYS_init_module,
@@ -73,7 +73,8 @@ const REFUSED: &[c_long] = &[
     libc::SYS_vhangup,
 ];
 
-/// In a new one of the user's a process has all capabilities, and so reaches what they guard in the kernel.
+/// Flags of namespaces: in a new one of the user's a process has all capabilities, and so reaches
+/// what they guard in the kernel.
 const NAMESPACES: [i32; 7] = [
     libc::CLONE_NEWNS,
     libc::CLONE_NEWCGROUP,
@@ -123,7 +124,8 @@ fn refused() -> Result<Rules, BackendError> {
     Ok(rules)
 }
 
-/// What is refused as if the kernel did not have it: then libraries take clone, whose flags a filter sees.
+/// Rules for what is refused as if the kernel did not have it: then libraries take clone, whose
+/// flags a filter sees.
 fn lacking() -> Rules {
     X32.chain([libc::SYS_clone3]).map(|number| (number, Vec::new())).collect()
 }
@@ -145,7 +147,8 @@ mod tests {
     use std::process::Command;
     use std::thread;
 
-    /// Not a valid one, for any of the calls below: whoever is let through hears so, and nothing happens.
+    /// Argument that is not a valid one, for any of the calls below: whoever is let through hears
+    /// so, and nothing happens.
     const NONSENSE: c_long = -1;
 
     fn call(number: c_long, arguments: [c_long; 3]) -> Result<c_long, Errno> {
@@ -154,7 +157,7 @@ mod tests {
         Errno::result(unsafe { libc::syscall(number, first, second, third, fourth, NONSENSE) })
     }
 
-    /// In a thread of its own, which has all of root's capabilities: only the filter refuses.
+    /// Acts in a thread of its own, which has all of root's capabilities: only the filter refuses.
     fn without_them<T: Send + 'static>(act: impl FnOnce() -> T + Send + 'static) -> T {
         let thread = thread::spawn(|| {
             give_up().unwrap();

@@ -1,4 +1,4 @@
-//! How the daemon notices that a keeper has ended, and what it says then.
+//! Watch by which the daemon notices that a keeper has ended, and what it says then.
 
 use super::note::{self, End, Found, Note};
 use crate::host::Host;
@@ -13,7 +13,7 @@ use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 use understudy_report::events::EventKind;
 
-/// Between two looks.
+/// Time between two looks.
 const INTERVAL: Duration = Duration::from_millis(250);
 
 /// Watches for as long as the host lives. Those that ended before this daemon began are for `recover`
@@ -116,8 +116,8 @@ impl Host {
     }
 }
 
-/// What there is to say of a VM that this host had in a keeper which has ended; none if it has nothing to do with it
-/// any more.
+/// Report on a VM that this host had in a keeper which has ended; none if it has nothing to do with
+/// it any more.
 fn lost_with(host: &Host, note: &Note) -> Option<FencedVm> {
     let name = note.vm.clone();
     match &note.end {

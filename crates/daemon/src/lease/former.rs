@@ -1,24 +1,22 @@
-//! Who wants a VM whose owner is silent waits until that lets nothing out any more.
+//! Wait for a VM's silent owner, until that lets nothing out any more.
 
-use super::Contender;
+use super::{Contender, Tenures};
 use crate::host::Host;
+use std::collections::BTreeSet;
 use std::thread;
 use std::time::Duration;
 use tracing::info;
 use understudy_arbiter::{Arbiter, Unreachable};
-use understudy_protocol::{Generation, LeaseSight, LeaseWatch, Renewal, VmName};
+use understudy_protocol::{Generation, HostName, LeaseSight, LeaseWatch, Renewal, VmName};
 use understudy_replication::clock;
 use understudy_report::error::{ErrorKind, HostError};
 
-/// Between two looks at the renewals.
+/// Time between two looks at the renewals.
 const LOOK: Duration = Duration::from_millis(300);
 
-/// The lease of a host that does not answer, as it was when it was over.
-pub(crate) struct FormerLease {
-    generation: Generation,
-    /// None if the operator vouches for that host.
-    last: Option<Renewal>,
-}
+/// The leases of hosts that do not answer, as they were when they were over: none of a host for which the operator vouches.
+#[derive(Default)]
+pub(crate) struct FormerLease(Vec<(Generation, Option<Renewal>)>);
 
 impl Host {
     /// Waits until a silent host's lease is over; an error if it lives, or if nobody can know.
@@ -28,56 +26,89 @@ impl Host {
         vm: &VmName,
         contender: &Contender,
         is_off: bool,
-    ) -> Result<Option<FormerLease>, HostError> {
-        let (arbiter, generation) = match (&self.arbiter, contender.generation()) {
-            (Some(arbiter), Some(generation)) => (arbiter, generation),
-            _ if is_off => return Ok(None),
-            _ => return Err(unknown(vm, contender)),
-        };
-        let mut watch = LeaseWatch::default();
-        loop {
-            let found =
-                read(arbiter, vm, generation)?.filter(|found| contender.may_be(&found.host));
-            match watch.look(clock::now(), found) {
-                LeaseSight::None if is_off => {
-                    return Ok(Some(FormerLease { generation, last: None }));
+    ) -> Result<FormerLease, HostError> {
+        match (&self.arbiter, contender) {
+            (Some(arbiter), Contender::Owner(_, generation)) => {
+                let last = await_end(arbiter, vm, contender, *generation)?;
+                if last.is_none() && !is_off {
+                    return Err(unknown(vm, contender));
                 }
-                LeaseSight::None if contender.is_owner() => return Err(unknown(vm, contender)),
-                LeaseSight::None => return Ok(None),
-                LeaseSight::Wait(left) => {
-                    info!(%vm, "waiting until the lease of {contender} is over: {left:?}");
-                    thread::sleep(left.min(LOOK));
-                }
-                LeaseSight::Over(last) => {
-                    return Ok(Some(FormerLease { generation, last: Some(last) }));
-                }
-                LeaseSight::Alive => {
-                    return Err(HostError::new(
-                        ErrorKind::Conflict,
-                        format!(
-                            "{contender} runs {vm}: it showed the arbiter just now that it lives, \
-                             and does not answer this host only. `understudy failover {vm}` there \
-                             moves it, `understudy vm stop {vm}` there ends it"
-                        ),
-                    ));
-                }
+                Ok(FormerLease(vec![(*generation, last)]))
             }
+            (Some(arbiter), Contender::Former(_, tenures)) => {
+                let mut leases = tenures.of(all(arbiter, vm)?);
+                leases.retain(|(_, renewal)| contender.may_be(&renewal.host));
+                let ended = |(of, _)| Ok((of, await_end(arbiter, vm, contender, of)?));
+                leases.into_iter().map(ended).collect::<Result<_, _>>().map(FormerLease)
+            }
+            _ if is_off => Ok(FormerLease::default()),
+            _ => Err(unknown(vm, contender)),
         }
     }
 
-    /// Sees, once the VM is this host's, that nothing has changed since its former owner was found
+    /// Who owned a VM at one of these generations, and kept a lease: other hosts than this one.
+    pub(crate) fn owners_of(
+        &self,
+        vm: &VmName,
+        tenures: Tenures,
+    ) -> Result<BTreeSet<HostName>, HostError> {
+        let leases = self.arbiter.as_ref().map_or(Ok(Vec::new()), |arbiter| all(arbiter, vm))?;
+        let hosts = tenures.of(leases).into_iter().map(|(_, renewal)| renewal.host);
+        Ok(hosts.filter(|host| *host != self.config.name).collect())
+    }
+
+    /// Sees, once the VM is this host's, that nothing has changed since its former owners were found
     /// to let nothing out.
     pub(crate) fn check_former(&self, vm: &VmName, former: &FormerLease) -> Result<(), HostError> {
         let Some(arbiter) = &self.arbiter else { return Ok(()) };
-        if read(arbiter, vm, former.generation)? == former.last {
-            return Ok(());
+        for (generation, last) in &former.0 {
+            if read(arbiter, vm, *generation)? != *last {
+                let message = format!(
+                    "the former owner of {vm} renewed its lease, or withdrew it, while this host took the \
+                     VM: it lives, and ends its copy as soon as it reads the arbiter; then ask again"
+                );
+                return Err(HostError::new(ErrorKind::Conflict, message));
+            }
         }
-        let message = format!(
-            "the former owner of {vm} renewed its lease, or withdrew it, while this host took the \
-             VM: it lives, and ends its copy as soon as it reads the arbiter; then ask again"
-        );
-        Err(HostError::new(ErrorKind::Conflict, message))
+        Ok(())
     }
+}
+
+/// Waits until the lease of that generation is over; none if there is none.
+fn await_end(
+    arbiter: &Arbiter,
+    vm: &VmName,
+    contender: &Contender,
+    generation: Generation,
+) -> Result<Option<Renewal>, HostError> {
+    let mut watch = LeaseWatch::default();
+    loop {
+        let found = read(arbiter, vm, generation)?.filter(|found| contender.may_be(&found.host));
+        match watch.look(clock::now(), found) {
+            LeaseSight::None => return Ok(None),
+            LeaseSight::Wait(left) => {
+                info!(%vm, "waiting until the lease of {contender} is over: {left:?}");
+                thread::sleep(left.min(LOOK));
+            }
+            LeaseSight::Over(last) => return Ok(Some(last)),
+            LeaseSight::Alive => {
+                return Err(HostError::new(
+                    ErrorKind::Conflict,
+                    format!(
+                        "{contender} runs {vm}: it showed the arbiter just now that it lives, \
+                             and does not answer this host only. `understudy failover {vm}` there \
+                             moves it, `understudy vm stop {vm}` there ends it"
+                    ),
+                ));
+            }
+        }
+    }
+}
+
+fn all(arbiter: &Arbiter, vm: &VmName) -> Result<Vec<(Generation, Renewal)>, HostError> {
+    arbiter
+        .renewals(vm)
+        .map_err(|Unreachable(reason)| HostError::new(ErrorKind::Unreachable, reason))
 }
 
 fn read(

@@ -12,7 +12,7 @@ mod resumed;
 mod tending;
 mod watchdog;
 
-pub(crate) use contender::{Awaited, Contender};
+pub(crate) use contender::{Awaited, Contender, Tenures};
 pub(crate) use former::FormerLease;
 pub(crate) use watchdog::Watchdog;
 
@@ -32,7 +32,7 @@ use understudy_report::events::EventKind;
 use understudy_session::primary::Event;
 use understudy_threads::{Mutex, lock};
 
-/// Between two looks.
+/// Time between two looks.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// A VM that is to be tended at the arbiter.
@@ -44,7 +44,7 @@ pub(crate) struct Tenure {
     lease: Mutex<Lease>,
     /// Whether the log knows of one.
     told: AtomicBool,
-    /// Held while the guest is made to stand still, or to go on.
+    /// Lock that is held while the guest is made to stand still, or to go on.
     settling: Mutex<()>,
 }
 
@@ -67,12 +67,12 @@ impl Tenure {
         }
     }
 
-    /// How long one holds.
+    /// Time for which one holds.
     fn length(&self) -> Duration {
         lock(&self.lease).length()
     }
 
-    /// Why the guest stands still, if its lease has run out.
+    /// Reason why the guest stands still, if its lease has run out.
     pub fn standstill(&self) -> Option<String> {
         lock(&self.lease).standstill()
     }
@@ -117,8 +117,8 @@ impl Host {
         self.carry_out(vm, &lease, actions, Some(errands));
     }
 
-    /// This host did nothing for so long: sole owners ask the arbiter before anything leaves them.
-    /// `clocks_too`: only others can tell.
+    /// Notes that this host did nothing for so long: sole owners ask the arbiter before anything
+    /// leaves them. `clocks_too`: only others can tell.
     fn stood_still(self: &Arc<Self>, still: Duration, clocks_too: bool) {
         for vm in self.primaries() {
             let mut lease = lock(&vm.tenure.lease);
@@ -142,8 +142,8 @@ impl Host {
         Stake::of(guards, vm.has_copies.load(Ordering::Acquire))
     }
 
-    /// Under the lease's lock, so that the order of actions is that of decisions. Nothing here
-    /// waits for QEMU or the arbiter.
+    /// Carries out actions under the lease's lock, so that the order of actions is that of
+    /// decisions. Nothing here waits for QEMU or the arbiter.
     fn carry_out(
         self: &Arc<Self>,
         vm: &Arc<PrimaryVm>,

@@ -12,9 +12,9 @@ use understudy_protocol::wire::Kind;
 use understudy_protocol::{HostName, PeerClock, Time};
 use understudy_replication::handshake::Purpose;
 
-/// Between two questions.
+/// Time between two questions.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// For a peer to answer.
+/// Time for a peer to answer.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Asks one host after the other, as long as this one keeps a lease.

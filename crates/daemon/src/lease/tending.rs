@@ -10,7 +10,7 @@ use understudy_network::boot_time;
 use understudy_protocol::{LeaseAnswer, LeaseErrand, Renewal, Time};
 use understudy_threads::lock;
 
-/// What is written at this moment.
+/// Renewal that is written at this moment.
 pub(super) fn renewal(host: &Host, length: Duration, asked: Time) -> Renewal {
     Renewal {
         host: host.config.name.clone(),
@@ -19,7 +19,7 @@ pub(super) fn renewal(host: &Host, length: Duration, asked: Time) -> Renewal {
     }
 }
 
-/// What to do for which VM.
+/// Errand, and the VM that it is for.
 pub(super) type Errand = (Weak<PrimaryVm>, LeaseErrand);
 
 pub(super) fn run(host: &Weak<Host>, errands: &Receiver<Errand>) {

@@ -1,14 +1,14 @@
-//! What everybody who was asked about a VM's images said, and what follows from it.
+//! Answers of everybody who was asked about a VM's images, and what follows from it.
 
 use super::ImagesAnswer;
-use crate::lease::{Awaited, Contender};
+use crate::lease::{Awaited, Contender, Tenures};
 use understudy_protocol::autostart::Knowledge;
 use understudy_protocol::validity::{ArbiterWord, Evidence, Finding, ImageRole, judge};
 use understudy_protocol::{Generation, GroupName, HostName, VmName};
 use understudy_report::{RecoverReport, ValidImages};
 use understudy_snapshot::SnapshotNumber;
 
-/// Everybody's answers.
+/// Answers of everybody.
 pub(crate) struct Inquiry {
     pub(super) answers: Vec<ImagesAnswer>,
     /// Hosts that did not answer, and why.
@@ -18,6 +18,20 @@ pub(crate) struct Inquiry {
 }
 
 impl Inquiry {
+    /// `arbiter` was asked before `answers` came.
+    pub(super) fn new(
+        (arbiter, arbiter_words): (ArbiterWord, String),
+        mut answers: Vec<ImagesAnswer>,
+        silent: Vec<(HostName, String)>,
+    ) -> Inquiry {
+        if let ArbiterWord::Says(now) = &arbiter {
+            for answer in &mut answers {
+                answer.busy = answer.busy_by(now.as_ref());
+            }
+        }
+        Inquiry { answers, silent, arbiter, arbiter_words }
+    }
+
     /// Who may run the VM, and does not answer `here`.
     pub(super) fn contender(&self, here: &HostName) -> Option<Contender> {
         let silent: Vec<HostName> = self.silent.iter().map(|(host, _)| host.clone()).collect();
@@ -32,11 +46,10 @@ impl Inquiry {
             let silent = !answers(host);
             return silent.then(|| Contender::Owner(host.clone(), owner.generation));
         }
-        let own = self.answers.iter().find(|answer| answer.host == *here);
-        let ran = own.and_then(|answer| answer.record.as_ref()?.image.ran_at());
-        let former = Generation(owner.generation.0.checked_sub(1)?);
-        let began = ran.is_some_and(|ran| ran >= owner.generation);
-        (!began && !silent.is_empty()).then_some(Contender::Former(silent, former))
+        let records = self.answers.iter().filter_map(|answer| answer.record.as_ref());
+        let ran = records.filter_map(|record| record.image.ran_at()).max();
+        let tenures = Tenures::between(ran.unwrap_or_default(), owner);
+        (!tenures.is_empty() && !silent.is_empty()).then_some(Contender::Former(silent, tenures))
     }
 
     /// The same, unless it was waited for: it answered when that began.
@@ -77,7 +90,7 @@ impl Inquiry {
         }
     }
 
-    /// What decides about a VM that is to come up with this host.
+    /// Facts that decide about a VM that is to come up with this host.
     pub(crate) fn knowledge(&self) -> Knowledge {
         let runs = |answer: &&ImagesAnswer| answer.runs.is_some();
         let busy = |answer: &ImagesAnswer| Some((answer.host.clone(), answer.busy.clone()?));
@@ -101,7 +114,7 @@ impl Inquiry {
         known.max(self.arbiter.generation())
     }
 
-    /// What decides which images are valid.
+    /// Evidence that decides which images are valid.
     pub(super) fn evidence(&self) -> Evidence {
         let records = self.answers.iter().filter_map(|answer| answer.record.as_ref());
         let without = self.answers.iter().filter(|answer| answer.record.is_none());
@@ -157,25 +170,38 @@ fn describe(answer: &ImagesAnswer) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::lease::FormerLease;
     use std::collections::BTreeMap;
     use understudy_protocol::{Ownership, literal};
 
     fn answers(host: &'static str, busy: Option<&str>) -> ImagesAnswer {
         let busy = busy.map(str::to_owned);
         let host = literal(host);
-        ImagesAnswer { host, record: None, busy, runs: None, snapshots: BTreeMap::new() }
+        let snapshots = BTreeMap::new();
+        ImagesAnswer { host, record: None, busy, keeps: false, runs: None, snapshots }
     }
 
     /// Host a owns the VM at generation 3.
     fn inquiry(answers: Vec<ImagesAnswer>, silent: &[&'static str]) -> Inquiry {
         let owner = Ownership { host: Some(literal("a")), generation: Generation(3) };
         let silent = silent.iter().map(|host| (literal(host), "no answer".to_owned()));
-        Inquiry {
-            answers,
-            silent: silent.collect(),
-            arbiter: ArbiterWord::Says(Some(owner)),
-            arbiter_words: String::new(),
-        }
+        Inquiry::new((ArbiterWord::Says(Some(owner)), String::new()), answers, silent.collect())
+    }
+
+    // Before, `recover` on the winner, which had just handed the VM back, started a copy beside the guest that host a went
+    // on with.
+    #[test]
+    fn a_host_that_keeps_its_guest_and_has_the_vm_back_is_busy() {
+        let keeps = |host| ImagesAnswer { keeps: true, ..answers(host, None) };
+        let returned = inquiry(vec![answers("b", None), keeps("a")], &[]);
+        let (host, what) = returned.busy().unwrap();
+        assert!(host == "a" && what.contains("given the VM back"), "{host} {what}");
+        let still_won = inquiry(vec![answers("a", None), keeps("b")], &[]);
+        assert_eq!(
+            still_won.busy(),
+            None,
+            "a claim from that generation fails once it is returned"
+        );
     }
 
     // Before, it was started beside the owner, for whose lease nobody had waited.
@@ -187,7 +213,7 @@ mod tests {
         let second = inquiry(vec![answers("b", None)], &["a"]);
         let owner = Contender::Owner(literal("a"), Generation(3));
         assert_eq!(second.newly_silent(&here, None), Some(owner.clone()));
-        let awaited = |contender| Some(Awaited { contender, lease: None });
+        let awaited = |contender| Some(Awaited { contender, lease: FormerLease::default() });
         assert_eq!(second.newly_silent(&here, awaited(owner.clone()).as_ref()), None);
         let earlier = Contender::Owner(literal("a"), Generation(2));
         assert_eq!(second.newly_silent(&here, awaited(earlier).as_ref()), Some(owner));

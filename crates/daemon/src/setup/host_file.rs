@@ -35,7 +35,7 @@ pub enum ArbiterSettings {
     Etcd {
         /// Its endpoints.
         endpoints: Vec<String>,
-        /// What all keys begin with, unless it is the default.
+        /// Beginning of all keys, unless it is the default.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         prefix: Option<String>,
         /// Authority of `https` endpoints.
@@ -124,7 +124,7 @@ impl ArbiterSettings {
 pub struct HostFile {
     /// The host's name.
     pub name: HostName,
-    /// Where its peers reach it.
+    /// Addresses at which its peers reach it.
     pub listen: Vec<SocketAddr>,
     /// The arbiter.
     #[serde(skip_serializing_if = "Option::is_none")]

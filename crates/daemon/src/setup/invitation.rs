@@ -45,26 +45,29 @@ pub struct Invitation {
     inviter: Arc<Inviter>,
 }
 
-/// Who has joined.
+/// Host that has joined.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Joined {
     /// The host.
     pub name: HostName,
-    /// Where it is.
+    /// Addresses of that host.
     pub addresses: Vec<SocketAddr>,
     /// Hosts that do not know it yet, and the line that their [peers] need; none with etcd, where
     /// they find each other.
     pub unknown_to: Vec<HostName>,
-    /// That line.
+    /// Line for their configurations.
     pub line: String,
 }
+
+/// A host that was let in, and what is closed once it was answered.
+type LetIn = (Joined, Receiver<()>);
 
 struct Inviter {
     secret: Secret,
     file: PathBuf,
     pki: PathBuf,
     tls: Arc<ServerConfig>,
-    /// Taken by the host that joins.
+    /// Whether it is open; taken by the host that joins.
     open: Mutex<bool>,
     conversations: AtomicUsize,
 }
@@ -114,7 +117,7 @@ impl Invitation {
         Ok(Invitation { token, until, lifetime, listener, inviter: Arc::new(inviter) })
     }
 
-    /// What the host that is to join must be told.
+    /// Token that the host that is to join must be told.
     pub fn token(&self) -> &Token {
         &self.token
     }
@@ -122,24 +125,25 @@ impl Invitation {
     /// Waits until a host has joined, or the invitation has expired.
     pub fn wait(self) -> Result<Joined, HostError> {
         let (joined, joining) = crossbeam_channel::unbounded();
-        while Instant::now() < self.until {
-            if let Some(joined) = self.look(&joined, &joining) {
-                return Ok(joined);
-            }
+        let mut let_in = None;
+        while let_in.is_none() && Instant::now() < self.until {
+            let_in = self.look(&joined, &joining);
         }
         // From here on nobody is let in; one who was is not forgotten.
         *lock(&self.inviter.open) = false;
-        joining.try_recv().map_err(|_| {
-            let message = format!(
-                "nobody has joined within {} minutes, and the token is of no more use: \
-                 `understudy invite` makes another",
-                self.lifetime.as_secs().div_ceil(60)
-            );
-            HostError::new(ErrorKind::Unreachable, message)
-        })
+        if let Some((joined, answered)) = let_in.or_else(|| joining.try_recv().ok()) {
+            // Whoever waits here may end the process.
+            let _ = answered.recv();
+            return Ok(joined);
+        }
+        let message = format!(
+            "nobody has joined within {} minutes, and the token is of no more use: `understudy invite` makes another",
+            self.lifetime.as_secs().div_ceil(60)
+        );
+        Err(HostError::new(ErrorKind::Unreachable, message))
     }
 
-    fn look(&self, joined: &Sender<Joined>, joining: &Receiver<Joined>) -> Option<Joined> {
+    fn look(&self, joined: &Sender<LetIn>, joining: &Receiver<LetIn>) -> Option<LetIn> {
         let mut ready = [PollFd::new(self.listener.as_fd(), PollFlags::POLLIN)];
         let interval = PollTimeout::try_from(LOOK_INTERVAL).unwrap_or(PollTimeout::ZERO);
         // An error (a signal) is looked after by trying to accept.
@@ -156,7 +160,7 @@ impl Invitation {
 }
 
 impl Inviter {
-    fn talk(&self, stream: TcpStream, from: SocketAddr, joined: &Sender<Joined>) {
+    fn talk(&self, stream: TcpStream, from: SocketAddr, joined: &Sender<LetIn>) {
         if self.conversations.fetch_add(1, Ordering::AcqRel) < MOST_CONVERSATIONS
             && let Err(error) = self.converse(stream, joined)
         {
@@ -165,35 +169,35 @@ impl Inviter {
         self.conversations.fetch_sub(1, Ordering::AcqRel);
     }
 
-    fn converse(&self, stream: TcpStream, joined: &Sender<Joined>) -> anyhow::Result<()> {
+    fn converse(&self, stream: TcpStream, joined: &Sender<LetIn>) -> anyhow::Result<()> {
         stream.set_nonblocking(false)?;
         let connection = ServerConnection::new(self.tls.clone())?;
         let mut stream = StreamOwned::new(connection, Bounded::new(stream));
         let (request, asked) = receive_request(&mut stream, &self.secret)?;
+        let (_answering, answered) = crossbeam_channel::bounded::<()>(0);
+        // Nobody waits any more if it fails.
+        let tell = |newcomer| drop(joined.send((newcomer, answered)));
         let answer = match request {
-            Ok(request) => self.admit(&request).map_err(|error| error.to_string()),
+            Ok(request) => self.admit(&request, tell).map_err(|error| error.to_string()),
             Err(wrong) => Err(wrong.to_string()),
         };
-        let (reply, newcomer) = match answer {
-            Ok((grant, newcomer)) => (Reply::Granted(Box::new(grant)), Ok(newcomer)),
-            Err(reason) => (Reply::Refused(reason.clone()), Err(reason)),
+        let refused = answer.as_ref().err().cloned();
+        let reply = match answer {
+            Ok(grant) => Reply::Granted(Box::new(grant)),
+            Err(reason) => Reply::Refused(reason),
         };
         let sent = send_reply(&mut stream, &self.secret, &asked, &reply);
         stream.conn.send_close_notify();
         let _ = stream.conn.complete_io(&mut stream.sock);
-        match newcomer {
+        match refused {
             // Who is certified is a peer, whether or not it has heard of it.
-            Ok(newcomer) => {
-                // The other end lives for as long as the invitation waits.
-                let _ = joined.send(newcomer);
-                sent.context("it is a peer now, and may not know: invite it again if so")
-            }
-            Err(reason) => Err(anyhow::anyhow!(reason)),
+            None => sent.context("it is a peer now, and may not know: invite it again if so"),
+            Some(reason) => Err(anyhow::anyhow!(reason)),
         }
     }
 
-    /// Makes the host that asks a peer. Once only.
-    fn admit(&self, request: &Request) -> Result<(Grant, Joined), HostError> {
+    /// Makes the host that asks a peer, and tells of it before anybody can take the invitation for unused. Once only.
+    fn admit(&self, request: &Request, tell: impl FnOnce(Joined)) -> Result<Grant, HostError> {
         let mut open = lock(&self.open);
         let refuse = |message: String| HostError::new(ErrorKind::Conflict, message);
         if !*open {
@@ -214,11 +218,37 @@ impl Inviter {
         let key = BASE64_STANDARD.decode(&request.public_key).ok().and_then(PublicKey::parse);
         let key = key.ok_or_else(|| refuse("its public key is none of P-256".to_owned()))?;
         let extended = host_file::with_peer(&text, &self.file, &request.name, &request.listen)?;
+        self.check_name(&config, request)?;
         let certificate = pki::certify(&self.pki, &request.name, &key, pki::HOST_DAYS)?;
         let grant = self.grant(&config, request, certificate)?;
         host_file::replace(&self.file, &extended)?;
         *open = false;
-        Ok((grant, newcomer(&config, request)))
+        tell(newcomer(&config, request));
+        Ok(grant)
+    }
+
+    /// Refuses names that mean somebody else already: a token is for a host, not for what another may do.
+    fn check_name(&self, config: &HostConfig, request: &Request) -> Result<(), HostError> {
+        let name = &request.name;
+        let refuse = |message: String| Err(HostError::new(ErrorKind::Conflict, message));
+        if config.api.as_ref().is_some_and(|api| api.certificates.contains_key(name)) {
+            return refuse(format!(
+                "{name} is in [api.certificates] of {}, whose certificate may do more than a host's: --name gives \
+                 another",
+                config.name
+            ));
+        }
+        // `with_peer` has seen to it that it is where it was: its files may be lost.
+        let is_back = config.peers.contains_key(name);
+        if !is_back && pki::is_certified(&self.pki, name)? {
+            return refuse(format!(
+                "there is a certificate for {name}, which is no peer of {}: --name gives another, or revoke that one \
+                 first, `understudy pki revoke {name} --dir {}`",
+                config.name,
+                self.pki.display()
+            ));
+        }
+        Ok(())
     }
 
     fn grant(
@@ -256,8 +286,8 @@ fn newcomer(config: &HostConfig, request: &Request) -> Joined {
     }
 }
 
-/// What is shown to the host that joins: this host's certificate, and the authority's, which it
-/// knows by its fingerprint.
+/// Certificates that are shown to the host that joins: this host's certificate, and the
+/// authority's, which it knows by its fingerprint.
 fn show(tls: &TlsFiles, pki: &Path) -> anyhow::Result<(Arc<ServerConfig>, Fingerprint)> {
     let certificate = |path: &Path| {
         CertificateDer::from_pem_file(path)
@@ -299,4 +329,50 @@ fn listen(address: SocketAddr) -> Result<TcpListener, HostError> {
         );
         HostError::new(ErrorKind::Conflict, message)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::token::Secret;
+    use super::*;
+    use crate::setup::{ArbiterSettings, Plan, init};
+    use understudy_protocol::literal;
+
+    /// It was certified and a peer, and whoever had invited it was told that nobody had joined.
+    #[test]
+    fn who_was_let_in_is_known_before_it_is_answered() {
+        let site = tempfile::tempdir().unwrap();
+        let at = |name: &str| site.path().join(name);
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let a = Plan { directory: at("a"), name: literal("a"), address };
+        init(&a, ArbiterSettings::File { path: at("arbiter") }).unwrap();
+        let (pki, file) = (a.directory.join("pki"), a.directory.join("host.toml"));
+        let config = HostConfig::load(&file).unwrap();
+        let inviter = Inviter {
+            secret: Secret::fresh().unwrap(),
+            tls: show(config.tls.as_ref().unwrap(), &pki).unwrap().0,
+            open: Mutex::new(true),
+            conversations: AtomicUsize::new(0),
+            file,
+            pki,
+        };
+        let key = pki::HostKey::generate().unwrap();
+        let request = Request {
+            name: literal("b"),
+            listen: vec!["127.0.0.1:9".parse().unwrap()],
+            public_key: BASE64_STANDARD.encode(key.public()),
+        };
+        let mut told = None;
+        let is_held = || inviter.open.try_lock().is_err();
+        inviter
+            .admit(&request, |joined| {
+                let held = thread::scope(|scope| scope.spawn(is_held).join().unwrap());
+                assert!(held, "nobody may give the invitation up now");
+                told = Some(joined);
+            })
+            .unwrap();
+        assert_eq!(told.unwrap().name, "b");
+        assert!(!*lock(&inviter.open));
+    }
 }

@@ -28,12 +28,12 @@ use understudy_link::tls::{self, Tls, TlsFiles};
 use understudy_protocol::HostName;
 use understudy_report::error::{ErrorKind, HostError, cannot};
 
-/// What joining has made.
+/// Outcome of joining.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Membership {
     /// The host that has invited this one.
     pub invited_by: HostName,
-    /// What is on this host now.
+    /// Files and facts that are on this host now.
     #[serde(flatten)]
     pub made: Made,
 }
@@ -153,7 +153,8 @@ fn write(plan: &Plan, grant: &Grant, key: &HostKey) -> Result<Made, HostError> {
     file.create(&plan.config()).map(|config| plan.made(&config))
 }
 
-/// What an attempt that failed has left is replaced; there is no configuration that uses it.
+/// Writes a file, and replaces what an attempt that failed has left; there is no configuration that
+/// uses it.
 fn write_over(path: &Path, text: &str, mode: u32) -> Result<(), HostError> {
     whole_file::replace(path, text, mode).map_err(|error| cannot("write", path, &error))
 }

@@ -1,4 +1,4 @@
-//! What can be known of a machine without asking: its name and its address.
+//! Facts of a machine that are known without asking: its name and its address.
 
 use nix::ifaddrs::getifaddrs;
 use nix::net::if_::InterfaceFlags;
@@ -11,7 +11,7 @@ const ELSEWHERE: &str = "192.0.2.1:9";
 /// The machine's own name, as far as it can be a host's.
 pub fn default_name() -> Option<HostName> {
     let name = nix::unistd::gethostname().ok()?.into_string().ok()?;
-    name.split('.').next()?.parse().ok()
+    name.split('.').next()?.to_ascii_lowercase().parse().ok()
 }
 
 /// The address from which this machine reaches others, or its only one; none if it is not clear.

@@ -1,4 +1,4 @@
-//! What a host that joins and the inviting one say to each other, inside TLS: a request and its
+//! Messages between a host that joins and the inviting one, inside TLS: a request and its
 //! reply, each as JSON behind its length, with a proof that the speaker knows the secret.
 //!
 //! So the secret never travels: somebody with a certificate of the same authority who answers in
@@ -15,35 +15,35 @@ use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 use understudy_protocol::HostName;
 
-/// For all of a conversation.
+/// Time for all of a conversation.
 pub const LIMIT: Duration = Duration::from_secs(10);
-/// Far more than any message has.
+/// Bytes that are far more than any message has.
 const MOST_BYTES: u32 = 256 << 10;
 const REQUEST: &str = "understudy 2026 invitation: request";
 const REPLY: &str = "understudy 2026 invitation: reply";
 
-/// What the host that joins asks for.
+/// Request of the host that joins.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Request {
     /// Its name.
     pub name: HostName,
-    /// Where its peers reach it.
+    /// Addresses at which its peers reach it.
     pub listen: Vec<SocketAddr>,
     /// Its public key, base64; the private one stays there.
     pub public_key: String,
 }
 
-/// What the inviting host answers.
+/// Reply of the inviting host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Reply {
     /// The host has joined.
     Granted(Box<Grant>),
-    /// It has not, for this reason.
+    /// The host has not joined, for this reason.
     Refused(String),
 }
 
-/// What a host that joins gets.
+/// Grant that a host that joins gets.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Grant {
     /// The inviting host.
@@ -119,7 +119,7 @@ pub fn receive_reply(
     Ok(serde_json::from_str(&body)?)
 }
 
-/// In constant time, as hashes are compared.
+/// Compares in constant time, as hashes are compared.
 fn is_proof(expected: blake3::Hash, shown: &str) -> bool {
     blake3::Hash::from_hex(shown).is_ok_and(|shown| shown == expected)
 }
@@ -149,7 +149,7 @@ pub struct Bounded {
 }
 
 impl Bounded {
-    /// From now on, for [`LIMIT`].
+    /// Bounds a socket from now on, for [`LIMIT`].
     pub fn new(socket: TcpStream) -> Bounded {
         Bounded { socket, until: Instant::now() + LIMIT }
     }

@@ -1,4 +1,4 @@
-//! Setting hosts up: the first one with an authority of its own, and further ones by invitation.
+//! Setup of hosts: the first one with an authority of its own, and further ones by invitation.
 //!
 //! ```text
 //! first host                              host that joins
@@ -47,33 +47,33 @@ use understudy_link::pki;
 use understudy_protocol::HostName;
 use understudy_report::error::{ErrorKind, HostError, cannot};
 
-/// Where a host's configuration is, unless told otherwise.
+/// Directory where a host's configuration is, unless told otherwise.
 pub const DIRECTORY: &str = "/etc/understudy";
 /// The configuration's file in it.
 pub const HOST_FILE: &str = "host.toml";
 const PKI: &str = "pki";
 
-/// What a host is to be.
+/// Plan of what a host is to be.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// Where its configuration is to be.
+    /// Directory where its configuration is to be.
     pub directory: PathBuf,
     /// Its name.
     pub name: HostName,
-    /// Where its peers reach it.
+    /// Address at which its peers reach it.
     pub address: SocketAddr,
 }
 
-/// What setting a host up has made.
+/// Outcome of setting a host up.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Made {
     /// The host's name.
     pub name: HostName,
-    /// Where its peers reach it.
+    /// Address at which its peers reach it.
     pub address: SocketAddr,
     /// Its configuration.
     pub config: PathBuf,
-    /// What the operator should see to before it protects VMs; for people.
+    /// Notes on what the operator should see to before it protects VMs; for people.
     pub notes: Vec<String>,
 }
 
@@ -86,7 +86,7 @@ impl Plan {
         self.directory.join(PKI)
     }
 
-    /// Whatever speaks against it, before anything is made.
+    /// Checks for whatever speaks against it, before anything is made.
     fn check(&self) -> Result<(), HostError> {
         refuse_overwriting(&self.config())?;
         if self.address.ip().is_unspecified() {

@@ -184,6 +184,24 @@ fn names_and_addresses_that_are_taken_are_refused_and_the_token_stays_good() {
     waiting.join().unwrap().unwrap();
 }
 
+/// The host that joined could do over the API whatever the namesake may.
+#[test]
+fn names_that_mean_somebody_else_are_refused() {
+    let site = Site::new();
+    let a = site.init("a");
+    let api = "[api]\nlisten = \"127.0.0.1:7780\"\n[api.certificates]\nalice = \"admin\"\n";
+    fs::write(a.config(), fs::read_to_string(a.config()).unwrap() + api).unwrap();
+    pki::issue(&a.pki(), "b", 1).unwrap();
+    let (token, waiting) = invite(&a);
+    let refused = join_by(&site.plan("alice"), &token).unwrap_err();
+    assert!(refused.contains("in [api.certificates]"), "{refused}");
+    let refused = join_by(&site.plan("b"), &token).unwrap_err();
+    assert!(refused.contains("there is a certificate for b"), "{refused}");
+    pki::revoke(&a.pki(), "b").unwrap();
+    join_by(&site.plan("b"), &token).unwrap();
+    assert_eq!(waiting.join().unwrap().unwrap().name, "b");
+}
+
 #[test]
 fn nothing_is_overwritten_and_what_is_missing_is_named() {
     let site = Site::new();

@@ -16,18 +16,18 @@ const PREFIX: &str = "UJ1-";
 const CHECKSUM_BYTES: usize = 4;
 const BYTES: usize = 16;
 
-/// What tells an authority from all others: the beginning of its certificate's hash.
+/// Fingerprint that tells an authority from all others: the beginning of its certificate's hash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fingerprint([u8; BYTES]);
 
-/// What only the inviting host and the invited one know; it never travels.
+/// Secret that only the inviting host and the invited one know; it never travels.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Secret([u8; BYTES]);
 
 /// An invitation as its token tells of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Token {
-    /// Where the inviting host waits.
+    /// Address where the inviting host waits.
     pub address: SocketAddr,
     /// Its authority.
     pub authority: Fingerprint,
@@ -38,16 +38,16 @@ pub struct Token {
 /// Text that is no token.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TokenError {
-    /// It is something else.
+    /// The text is something else.
     #[error("this is no token of `understudy invite`: one begins with {PREFIX}")]
     NoToken,
-    /// It was changed or cut.
+    /// The token was changed or cut.
     #[error("the token is damaged: copy the whole command that the inviting host has printed")]
     Damaged,
 }
 
 impl Fingerprint {
-    /// That of an authority's certificate.
+    /// Fingerprint of an authority's certificate.
     pub fn of(certificate: &CertificateDer<'_>) -> Fingerprint {
         Fingerprint(first(blake3::hash(certificate).as_bytes()))
     }

@@ -1,16 +1,19 @@
-//! Going on with a restored VM whose daemon died while its memory or disks were being loaded.
-//! What is there of them is what the kernel and the disks' marks say; the rest is loaded as ever.
+//! Adoption of a restored VM whose daemon died while its memory or disks were being
+//! loaded. What is there of them is what the kernel and the disks' marks say; the rest is loaded as
+//! ever.
 
 use super::prepare::{disk_area, member_of};
 use super::restore::Restoring;
 use crate::host::Host;
 use crate::orphans::Orphan;
 use crate::vm::PrimaryVm;
-use anyhow::Context;
+use anyhow::{Context, bail, ensure};
 use serde::{Deserialize, Serialize};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
 use tracing::warn;
 use understudy_cluster::disk_fill::DiskFiller;
 use understudy_cluster::fill::Filler;
@@ -19,8 +22,12 @@ use understudy_cluster::source::Source;
 use understudy_machine::custody::{Custody, OF_RESTORE};
 use understudy_machine::{Adoption, Machine, MachineNote};
 use understudy_memory::MAIN_MEMORY;
-use understudy_protocol::{DiskIndex, Generation};
+use understudy_protocol::{DiskIndex, Generation, LeaseAnswer};
+use understudy_replication::resync;
 use understudy_snapshot::{Area, AreaMap, Incarnation, MemberManifest, Page, Store};
+
+/// Before an arbiter that did not answer is asked again.
+const AGAIN: Duration = Duration::from_secs(1);
 
 /// What the next daemon must know.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -33,7 +40,8 @@ pub(crate) struct RestoreNote {
     pub machine: MachineNote,
 }
 
-/// Should this daemon die from now on, the guest stands still until the next one.
+/// Entrusts the guest to a custodian: should this daemon die from now on, it stands still until the
+/// next one.
 pub(super) fn entrust(host: &Host, task: &RestoreTask, vm: &PrimaryVm) {
     let machine = vm.machine();
     let begin = || -> anyhow::Result<Custody> {
@@ -51,14 +59,14 @@ pub(super) fn entrust(host: &Host, task: &RestoreTask, vm: &PrimaryVm) {
     }
 }
 
-/// What must be read before a VM goes on, from the store and from the arbiter.
+/// Facts that must be read before a VM goes on, from the store and from the arbiter.
 pub(crate) struct Remaining {
     source: Source,
     disks: Arc<Vec<DiskFiller>>,
     memory: AreaMap,
     /// The order in which that is loaded.
     queue: Vec<Page>,
-    /// Of the VM's group, now.
+    /// Incarnation of the VM's group, now.
     incarnation: Incarnation,
 }
 
@@ -72,12 +80,17 @@ impl Host {
     ) -> anyhow::Result<()> {
         let RestoreNote { task, generation, machine: note } = &orphan.note;
         let descriptors = orphan.descriptors.iter().map(OwnedFd::try_clone);
+        let disks: Vec<_> = remaining.disks.iter().map(|it| it.disk().clone()).collect();
+        let directory = self.vm_directory(task.vm())?;
+        if let Some(record) = self.record(task.vm())? {
+            resync::go_on(&self.records, &record, &disks, &directory)?;
+        }
         let machine = Arc::new(Machine::adopt(Adoption {
             note,
             descriptors: descriptors.collect::<Result<_, _>>()?,
-            run_dir: &self.vm_directory(task.vm())?,
+            run_dir: &directory,
             limits: self.config.limits,
-            disks: remaining.disks.iter().map(|filler| filler.disk().clone()).collect(),
+            disks,
             on_event: self.event_sink(task.vm()),
         })?);
         let went_on = self.go_on_in(&machine, task, *generation, remaining);
@@ -113,17 +126,38 @@ impl Host {
         self.snapshots.note_number(&task.group.name, task.number);
         self.rejoin(machine, generation, &RestoreTask { incarnation, ..task.clone() });
         let restoring = Restoring::resumed(self, task, &filler, disks);
+        let vm = self.with_fresh_lease(machine, generation)?;
         let _adding = self.adding.lock();
-        self.add_restored(machine.clone(), generation, &task.id);
+        self.show_primary(&vm);
+        vm.note_restore(&task.id);
         let mut known = self.snapshots.known.lock();
         known.restorings.insert(task.vm().to_owned(), restoring.clone());
         drop(known);
-        let vm = self.primary(task.vm())?;
         machine.open_network(&[], &[]);
         machine
             .wake(move |error| vm.events.note(format!("its QEMU does not answer: {error:#}")))?;
         restoring.go_on();
         Ok(())
+    }
+
+    /// The VM, as soon as the arbiter says that it is this host's: another host may have waited for the end of its lease
+    /// while it stood still, and takes nothing from here on.
+    fn with_fresh_lease(
+        self: &Arc<Self>,
+        machine: &Arc<Machine>,
+        generation: Generation,
+    ) -> anyhow::Result<Arc<PrimaryVm>> {
+        loop {
+            let vm = self.new_primary(machine.clone(), generation, None);
+            let why = match self.resume_lease(&vm) {
+                LeaseAnswer::Own => return Ok(vm),
+                LeaseAnswer::Moved { why, .. } => bail!("{why}"),
+                LeaseAnswer::Unreachable(why) => why,
+            };
+            ensure!(!self.orphans.is_given_up(vm.name()), "nobody wants it any more");
+            self.orphans.note(vm.name(), why);
+            thread::sleep(AGAIN);
+        }
     }
 
     /// It is the member of its group that it was.

@@ -43,7 +43,7 @@ pub struct Base {
 pub struct Saved {
     base: Base,
     taken: Taken,
-    /// What its disks no longer tell of.
+    /// Changes that its disks no longer tell of.
     disk_changes: Vec<ChangesTaken>,
 }
 
@@ -110,12 +110,12 @@ pub struct Capture {
     device_state: Vec<u8>,
     /// The working set in normal running, if that was sampled.
     sampled: Option<u64>,
-    /// For how long the guest stood still.
+    /// Time for which the guest stood still.
     paused: Duration,
 }
 
 impl Capture {
-    /// While the guest runs.
+    /// Prepares the capture, while the guest runs.
     pub fn prepare(host: &Arc<Host>, start: Start<'_>) -> anyhow::Result<Capture> {
         let Start { task, number, base, seat } = start;
         let vm = host.going_primary(task.vm())?;
@@ -262,7 +262,7 @@ pub(super) fn connect(
     }
 }
 
-/// What speaks against a snapshot of it now.
+/// Checks what speaks against a snapshot of it now.
 fn check(vm: &PrimaryVm, machine: &Machine) -> anyhow::Result<()> {
     let name = vm.name();
     check_runs(name, machine)?;
@@ -272,7 +272,7 @@ fn check(vm: &PrimaryVm, machine: &Machine) -> anyhow::Result<()> {
     }
 }
 
-/// What speaks against a snapshot of it, protected or not.
+/// Checks what speaks against a snapshot of it, protected or not.
 pub(super) fn check_runs(name: &VmName, machine: &Machine) -> anyhow::Result<()> {
     if machine.lockstep().is_some() {
         bail!(

@@ -1,4 +1,4 @@
-//! What users ask a daemon to do with a group: take a snapshot, restore one.
+//! Commands of users for a group: take a snapshot, restore one.
 
 use super::placement::store_error;
 use super::restorer::{self, Job};
@@ -24,12 +24,12 @@ use understudy_snapshot::{
     SnapshotNumber, StartOrder, Store, StoreAddress,
 };
 
-/// How much later a member should start than one that it starts after.
+/// Time by which a member should start later than one that it starts after.
 const GAP: Duration = Duration::from_millis(70);
-/// How long members that are loaded wait for others: what they would say to them until then is
-/// said in vain. As long as TCP takes for its first four attempts (0.2, 0.4, 0.8 and 1.6 s).
+/// Time for which members that are loaded wait for others: what they would say to them until then
+/// is said in vain. As long as TCP takes for its first four attempts (0.2, 0.4, 0.8 and 1.6 s).
 const PATIENCE: Duration = Duration::from_secs(3);
-/// What a restore takes beside loading memory: a QEMU's start, the device state.
+/// Time that a restore takes beside loading memory: a QEMU's start, the device state.
 const BESIDE: Duration = Duration::from_millis(300);
 
 impl Host {
@@ -212,8 +212,8 @@ fn find_running(vm: &VmName, inquiry: &Inquiry) -> Result<(HostName, u64), HostE
     })
 }
 
-/// Where each member goes: where it ran, unless other hosts are named; then in turn, those that
-/// ran on one of them there.
+/// Hosts to which the members go: where each ran, unless other hosts are named; then in turn, those
+/// that ran on one of them there.
 fn place_members(
     manifest: &Manifest,
     onto: &[HostName],
@@ -232,7 +232,7 @@ fn place_members(
     manifest.members.iter().map(host_of).collect()
 }
 
-/// What is known of each member before its restore.
+/// Facts that are known of each member before its restore.
 fn loads(
     store: &Store,
     members: &[MemberManifest],
@@ -272,14 +272,36 @@ fn plan(order: &StartOrder, loads: &[Load], mode: Mode) -> Plan {
 }
 
 impl Host {
-    /// How often the group was restored, by the arbiter's record.
+    /// Number of times that the group was restored, by the arbiter's record.
     pub(super) fn incarnation_of(&self, group: &GroupName) -> Result<Incarnation, HostError> {
         let known = self.snapshots.last_incarnation(group);
         let Some(arbiter) = &self.arbiter else { return Ok(known) };
         let current = arbiter.current(Key::Incarnation(group));
         let current =
             current.map_err(|error| HostError::new(ErrorKind::Unreachable, error.to_string()))?;
-        Ok(known.max(Incarnation(current.map_or(0, |owner| owner.generation.0 as u32))))
+        let current = current.map_or(0, |owner| owner.generation.0);
+        Ok(known.max(Incarnation::of(current).ok_or_else(|| worn_out(group))?))
+    }
+
+    /// An error unless an order is of an incarnation that the arbiter has granted: nobody else's can be counted on from.
+    pub(super) fn check_granted(
+        &self,
+        group: &GroupName,
+        incarnation: Incarnation,
+    ) -> Result<(), HostError> {
+        let Some(arbiter) = &self.arbiter else { return Ok(()) };
+        let granted = arbiter.current(Key::Incarnation(group));
+        let granted =
+            granted.map_err(|error| HostError::new(ErrorKind::Unreachable, error.to_string()))?;
+        let granted = granted.map_or(0, |owner| owner.generation.0);
+        if u64::from(incarnation.0) <= granted {
+            return Ok(());
+        }
+        let message = format!(
+            "it is to be restored in incarnation {} of {group}, and the arbiter has granted {granted}",
+            incarnation.0
+        );
+        Err(HostError::new(ErrorKind::Conflict, message))
     }
 
     /// An incarnation that nobody has had. Without an arbiter all is on one host, whose clock will do.
@@ -289,10 +311,22 @@ impl Host {
         saved: Incarnation,
     ) -> Result<Incarnation, HostError> {
         if self.arbiter.is_none() {
-            return Ok(Incarnation((unix_now() as u32).max(saved.0 + 1)));
+            let next = saved.next().ok_or_else(|| worn_out(group))?;
+            let now = Incarnation::of(unix_now()).unwrap_or(next);
+            return Ok(now.max(next));
         }
         let former = self.incarnation_of(group)?.max(saved);
+        former.next().ok_or_else(|| worn_out(group))?;
         let won = self.take_ownership(Key::Incarnation(group), Generation(former.0.into()))?;
-        Ok(Incarnation(won.0 as u32))
+        Incarnation::of(won.0).ok_or_else(|| worn_out(group))
     }
+}
+
+/// A group that, by what some host has said, has been restored more often than can be counted.
+fn worn_out(group: &GroupName) -> HostError {
+    let message = format!(
+        "{group} has no incarnation left that could be counted on: somebody has named one that nobody has won. Remove the \
+         arbiter's record cluster.{group} (docs/FILES.md), with nothing of the group running"
+    );
+    HostError::new(ErrorKind::Conflict, message)
 }

@@ -1,4 +1,4 @@
-//! How a coordinator speaks with the hosts of a group: one connection to each, dialled again
+//! Exchange of a coordinator with the hosts of a group: one connection to each, dialled again
 //! when it is lost. What is lost with it is said again by the machines on both ends.
 
 use crate::containment::spawn_for_request;
@@ -20,7 +20,7 @@ use understudy_protocol::wire::{Kind, Message};
 use understudy_replication::handshake::Purpose;
 use understudy_threads::spawn;
 
-/// Before a host is dialled again.
+/// Pause before a host is dialled again.
 const AGAIN: Duration = Duration::from_millis(200);
 /// Orders and reports are small: a host that does not take one for so long is not there.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -33,7 +33,7 @@ pub struct Exchange {
 }
 
 impl Exchange {
-    /// To these hosts; their reports go to `reply`.
+    /// Exchange with these hosts; their reports go to `reply`.
     pub fn new(host: &Arc<Host>, hosts: &[HostName], reply: Reply) -> Exchange {
         let known = host.known_hosts();
         let mut peers = BTreeMap::new();
@@ -90,7 +90,7 @@ fn reach(
     sender
 }
 
-/// Until the connection breaks, or nothing is left to say.
+/// Talks until the connection breaks, or nothing is left to say.
 fn talk(link: &Link, first: ToMember, queue: &Receiver<ToMember>, reply: &Reply) {
     let hear = || -> anyhow::Result<()> {
         link.set_read_timeout(None)?;

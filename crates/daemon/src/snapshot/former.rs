@@ -1,5 +1,5 @@
-//! What a VM was on this host before a restore: on record, and on its disk, until the restore can come
-//! to nothing no more.
+//! Former state of a VM on this host before a restore: on record, and on its disk, until the
+//! restore can come to nothing no more.
 
 use super::prepare::PREFIX;
 use crate::host::{Host, internal};

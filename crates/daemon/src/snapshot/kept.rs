@@ -36,13 +36,13 @@ struct State {
     reply: Reply,
 }
 
-/// What becomes of orders.
+/// Way of orders.
 enum Way {
     /// The keeper is being started. They are said again.
     Beginning,
-    /// They go there.
+    /// Orders go there.
     Open(UnixStream),
-    /// This is the answer.
+    /// Answer to all of them.
     Over(Report),
 }
 
@@ -90,7 +90,7 @@ impl KeptRestore {
     }
 }
 
-/// What cannot be said any more is noticed by whoever listens.
+/// Says something; what cannot be said any more is noticed by whoever listens.
 fn say(to: &mut UnixStream, what: &impl Serialize) {
     if let Err(error) = order::say(to, what) {
         debug!("the other process does not hear of a restore: {error}");
@@ -165,7 +165,7 @@ impl Host {
     }
 }
 
-/// Until the keeper has ended.
+/// Runs until the keeper has ended.
 fn run(host: &Weak<Host>, restore: &KeptRestore, task: RestoreTask, order: Order) {
     let vm = task.vm().clone();
     let begun = match host.upgrade() {
@@ -223,7 +223,7 @@ fn relay(
 }
 
 impl Host {
-    /// What this host says of a VM that it has lost is over: it runs here again.
+    /// Forgets that this host has lost a VM: it runs here again.
     fn forget_fenced(&self, vm: &VmName) {
         let mut vms = self.vms.lock();
         if matches!(vms.get(vm), Some(Vm::Fenced(_))) {
@@ -232,7 +232,7 @@ impl Host {
     }
 }
 
-/// In a keeper: until its daemon has ended, or says what cannot be.
+/// Obeys, in a keeper, until its daemon has ended, or says what cannot be.
 fn obey(host: &Weak<Host>, daemon: UnixStream, reply: &Reply) {
     for line in BufReader::new(daemon).lines() {
         let order = line.map_err(anyhow::Error::from);

@@ -1,4 +1,4 @@
-//! What is in a store: listed, deleted, verified.
+//! Snapshots in a store: listed, deleted, verified.
 
 use super::placement::store_error;
 use super::unix_now;

@@ -18,9 +18,9 @@ use understudy_protocol::{GroupName, VmName};
 use understudy_snapshot::{InFlightFrame, Incarnation, Member, SnapshotNumber};
 use understudy_threads::{Mutex, lock};
 
-/// For all members to be connected, before a snapshot is begun.
+/// Time for all members to be connected, before a snapshot is begun.
 const CONNECTED: Duration = Duration::from_secs(4);
-/// For the last frames that were in flight to arrive. They are milliseconds away, unless a
+/// Time for the last frames that were in flight to arrive. They are milliseconds away, unless a
 /// connection is lost.
 const ARRIVED: Duration = Duration::from_secs(30);
 const LOOK: Duration = Duration::from_millis(100);
@@ -39,7 +39,7 @@ struct State {
     number: SnapshotNumber,
     take: Option<Sender<()>>,
     log: Option<Sender<()>>,
-    /// Came before the seat was known.
+    /// Number that came before the seat was known.
     early: Option<SnapshotNumber>,
 }
 
@@ -136,7 +136,7 @@ impl MemberSeat {
         Ok(self.seat().log().unwrap_or_default())
     }
 
-    /// There will be no such snapshot.
+    /// Notes that there will be no such snapshot.
     pub fn abandon(&self, number: SnapshotNumber) {
         let mut state = lock(&self.state);
         if state.number == number {

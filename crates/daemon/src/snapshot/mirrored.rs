@@ -21,7 +21,7 @@ use understudy_replication::primary;
 use understudy_report::Mode;
 use understudy_snapshot::{Area, Part, SnapshotNumber, Store};
 
-/// How often it is looked whether the snapshot, or protection, has ended.
+/// Time after which it is looked again whether the snapshot, or protection, has ended.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// A protected member, for one snapshot. Dropped before it is saved, it has the backup forget it.
@@ -36,12 +36,12 @@ pub struct MirroredCapture {
     machine: Arc<Machine>,
     qemu: String,
     sampled: Option<u64>,
-    /// What the backup says of it, once the epoch is closed.
+    /// Answer of the backup on it, once the epoch is closed.
     answer: Option<Receiver<Kept>>,
 }
 
 impl MirroredCapture {
-    /// While the guest runs.
+    /// Prepares the capture, while the guest runs.
     pub fn prepare(
         host: &Arc<Host>,
         start: Start<'_>,
@@ -145,7 +145,7 @@ impl Drop for MirroredCapture {
     }
 }
 
-/// What speaks against a snapshot of its backup now.
+/// Checks what speaks against a snapshot of its backup now.
 fn check(vm: &VmName, session: &primary::Session) -> anyhow::Result<()> {
     let peer = &session.peer;
     if session.mode() == Mode::Lockstep {

@@ -62,13 +62,13 @@ use understudy_report::FillReport;
 use understudy_snapshot::{Incarnation, SnapshotNumber};
 use understudy_threads::Common;
 
-/// What a store gives in a second, as long as nothing was read from it.
+/// Bytes that a store gives in a second, as long as nothing was read from it.
 const ASSUMED_SPEED: u64 = 100_000_000;
 
 /// Fewest pages that tell how fast a store is.
 const TELLING_PAGES: u64 = 1024;
 
-/// What a host does for snapshots and restores, by VM.
+/// State of what a host does for snapshots and restores, by VM.
 #[derive(Default)]
 pub(crate) struct Snapshots {
     /// Nobody takes another lock while he has this one.
@@ -76,11 +76,11 @@ pub(crate) struct Snapshots {
     /// Bytes a second that were read from a store last; 0 if that is not known.
     speed: AtomicU64,
     samplings: sampling::Samplings,
-    /// What all restored guests share.
+    /// Way that all restored guests share.
     way: Arc<understudy_cluster::source::Way>,
 }
 
-/// What a host knows of, by VM and by group.
+/// Tasks that a host knows of, by VM and by group.
 #[derive(Default)]
 struct Known {
     takings: BTreeMap<VmName, Arc<Taking>>,
@@ -148,7 +148,7 @@ impl Snapshots {
         taking.is_some_and(|taking| taking.is_under_way())
     }
 
-    /// How far memory and disks of a restored VM are there; none if it was not restored, or is
+    /// Progress of the memory and disks of a restored VM; none if it was not restored, or is
     /// whole.
     pub(crate) fn filling(&self, vm: &VmName) -> Option<FillReport> {
         let restoring = self.known.lock().restorings.get(vm).cloned();

@@ -1,4 +1,4 @@
-//! Who may be restored where: asked before anything is started.
+//! Placement: who may be restored where, asked before anything is started.
 
 use crate::host::Host;
 use crate::recover::Inquiry;
@@ -33,7 +33,7 @@ impl Host {
         self.may_be_told(&store.parse().map_err(wrong)?)
     }
 
-    /// This host's answer.
+    /// Answer of this host.
     pub(crate) fn may_restore(&self, question: &Question) -> Result<Answer, HostError> {
         let here = &self.config.name;
         if self.is_closing() {
@@ -129,7 +129,7 @@ impl Host {
     }
 }
 
-/// Why a VM is not restored that a host is busy with.
+/// Reason why a VM is not restored that a host is busy with.
 pub(super) fn runs_elsewhere(vm: &VmName, host: &str, busy: &str) -> String {
     format!(
         "{vm} is not to be restored: host {host} {busy}; run `understudy vm stop {vm}` there first"

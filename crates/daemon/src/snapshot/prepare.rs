@@ -1,11 +1,11 @@
-//! From a member's part of a snapshot to a VM that runs: QEMU on fresh memory, its disks, its
-//! device state.
+//! Preparation of a VM that runs from a member's part of a snapshot: QEMU on fresh memory, its
+//! disks, its device state.
 
 use super::former;
 use super::placement::runs_elsewhere;
 use crate::host::Host;
-use crate::lease::{Contender, FormerLease};
-use crate::recover::OwnersWord;
+use crate::lease::{Contender, FormerLease, Tenures};
+use crate::recover::{ImagesAnswer, OwnersWord};
 use anyhow::{Context, anyhow, bail};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ use understudy_cluster::trial::Watch;
 use understudy_disk::incomplete_mark;
 use understudy_machine::{Machine, Plan};
 use understudy_memory::{GuestRam, MAIN_MEMORY, RamBlock};
-use understudy_protocol::{BlockId, DiskIndex, Generation, HostName, VmName};
+use understudy_protocol::{BlockId, DiskIndex, Generation, HostName, Ownership, VmName};
 use understudy_qemu::{Role, VmDefinition};
 use understudy_replication::moments::pass;
 use understudy_snapshot::{
@@ -33,10 +33,10 @@ use understudy_snapshot::{
 };
 use understudy_threads::spawn;
 
-/// Between two looks whether the owner is known by now to let nothing out.
+/// Time between two looks whether the owner is known by now to let nothing out.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// What the files of restored disks begin with.
+/// Prefix of the names of restored disks' files.
 pub(super) const PREFIX: &str = "restored-";
 
 /// A member that could start.
@@ -44,8 +44,8 @@ pub struct Prepared {
     machine: Arc<Machine>,
     /// The host that owned the VM, which may have a copy of it.
     owner: Option<HostName>,
-    /// Its lease, if it did not answer.
-    former: Option<FormerLease>,
+    /// Its lease, if it did not answer, and those of owners before it.
+    former: FormerLease,
     filler: Arc<Filler>,
     disks: Arc<Vec<DiskFiller>>,
     /// Frames in flight to it.
@@ -77,7 +77,11 @@ pub fn prepare(
     host.check_unused(&saved.definition)?;
     host.await_former(task.vm())?;
     let (asker, vm) = (host.clone(), task.vm().clone());
-    let owner = spawn("ask-owner", move || await_owner(&asker, &vm))?;
+    let (group, incarnation) = (task.group.name.clone(), task.incarnation);
+    let owner = spawn("ask-owner", move || {
+        asker.check_granted(&group, incarnation)?;
+        await_owner(&asker, &vm)
+    })?;
     let directory = host.vm_directory(task.vm())?;
     let mut images = Images(Vec::new());
     let foreign = saved.definition;
@@ -138,13 +142,14 @@ pub fn prepare(
 /// Sees that the owner of a VM does nothing with it. Whoever orders a restore has asked, too, but
 /// this host answers for what it starts. An owner that does not answer may be down for good: it is
 /// waited until it lets nothing out in any case.
-fn await_owner(
-    host: &Host,
-    vm: &VmName,
-) -> anyhow::Result<(Option<HostName>, Option<FormerLease>)> {
+fn await_owner(host: &Host, vm: &VmName) -> anyhow::Result<(Option<HostName>, FormerLease)> {
     pass("ask-owner");
     match host.ask_owner(vm) {
-        OwnersWord::Idle(owner) => Ok((owner, None)),
+        OwnersWord::Idle(None) => Ok((None, FormerLease::default())),
+        OwnersWord::Idle(Some(now)) => {
+            let former = await_former(host, vm, &now)?;
+            Ok((now.host.filter(|owner| *owner != host.config.name), former))
+        }
         OwnersWord::Busy(owner, busy) => bail!(runs_elsewhere(vm, &owner, &busy)),
         // Where it keeps no lease, the operator's --force counts.
         OwnersWord::Silent(owner, generation) => {
@@ -160,13 +165,33 @@ fn await_owner(
     }
 }
 
+/// Sees that nobody who owned the VM before `now` goes on with it: a restore that has won it may have come to nothing
+/// before that one could read so.
+fn await_former(host: &Host, vm: &VmName, now: &Ownership) -> anyhow::Result<FormerLease> {
+    let ran = host.record(vm)?.and_then(|record| record.image.ran_at());
+    let tenures = Tenures::between(ran.unwrap_or_default(), now);
+    let mut silent = Vec::new();
+    for owner in host.owners_of(vm, tenures)? {
+        match host.ask_one(&owner, vm) {
+            Some(ImagesAnswer { busy: Some(busy), .. }) => bail!(runs_elsewhere(vm, &owner, &busy)),
+            // A copy that it keeps is nothing unless it is the owner.
+            Some(_) => {}
+            None => silent.push(owner),
+        }
+    }
+    match silent.is_empty() {
+        true => Ok(FormerLease::default()),
+        false => Ok(host.await_lease(vm, &Contender::Former(silent, tenures), true)?),
+    }
+}
+
 impl Prepared {
-    /// What fills its memory.
+    /// Filler of its memory.
     pub fn filler(&self) -> Arc<Filler> {
         self.filler.clone()
     }
 
-    /// What fills its disks.
+    /// Fillers of its disks.
     pub fn disks(&self) -> Arc<Vec<DiskFiller>> {
         self.disks.clone()
     }
@@ -175,10 +200,12 @@ impl Prepared {
     pub fn start(mut self, host: &Arc<Host>, task: &RestoreTask) -> anyhow::Result<()> {
         let _adding = host.adding.lock();
         host.check_unused(self.machine.definition())?;
+        let _starting = host.begin_start(task.vm());
         let generation = host.take_ownership(task.vm(), task.newest)?;
         let run = || -> anyhow::Result<()> {
             host.note_restoring(&self.machine, generation, task, self.owner.clone())?;
-            self.former.as_ref().map_or(Ok(()), |lease| host.check_former(task.vm(), lease))?;
+            fail::fail_point!("restore-claimed", |_| Err(anyhow!("a test says so")));
+            host.check_former(task.vm(), &self.former)?;
             let watch = Watch::begin(&self.machine, &self.filler)?;
             self.join(host, task, generation)?;
             self.machine.start_loaded()?;
@@ -205,7 +232,7 @@ impl Prepared {
 }
 
 impl Prepared {
-    /// It is a member of its group as it was; what was in flight to it comes first.
+    /// Joins its group, as the member that it was; what was in flight to it comes first.
     fn join(
         &self,
         host: &Arc<Host>,
@@ -231,14 +258,15 @@ pub fn member_of(store: &Store, task: &RestoreTask) -> anyhow::Result<MemberMani
     Ok(store.member(entry)?)
 }
 
-/// Where a disk is in the snapshot.
+/// Area of a disk in the snapshot.
 pub fn disk_area(member: &MemberManifest, at: usize) -> anyhow::Result<&AreaEntry> {
     let of_disk = |area: Area| matches!(area, Area::Disk(index) if usize::from(index.0) == at);
     let area = member.areas.iter().find(|entry| of_disk(entry.area));
     area.with_context(|| format!("disk {at} is not in the snapshot"))
 }
 
-/// New images beside those that are there: until the VM runs, nothing of the former is touched.
+/// Makes new images beside those that are there: until the VM runs, nothing of the former is
+/// touched.
 fn make_disks(
     source: &Source,
     member: &MemberManifest,

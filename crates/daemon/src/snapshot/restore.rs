@@ -20,11 +20,11 @@ use understudy_report::events::EventKind;
 use understudy_snapshot::{Cohort, CohortAction, CohortEvent, Decision, Order};
 use understudy_threads::Waitable;
 
-/// How often a cohort looks whether its coordinator has been silent for too long, and says
-/// how far it is.
+/// Time after which a cohort looks again whether its coordinator has been silent for too long, and
+/// says how far it is.
 const TICK: Duration = Duration::from_millis(500);
 
-/// Before what could not be put on record is tried again.
+/// Pause before what could not be put on record is tried again.
 const AGAIN: Duration = Duration::from_secs(1);
 
 /// A member that is being restored, or was.
@@ -32,17 +32,17 @@ pub struct Restoring {
     host: Weak<Host>,
     task: RestoreTask,
     stop: Arc<AtomicBool>,
-    /// Woken when a worker has ended.
+    /// State of the restore; woken when a worker has ended.
     state: Waitable<State>,
 }
 
 struct State {
     cohort: Cohort,
     reply: Reply,
-    /// Loaded, and not started yet.
+    /// Member that is loaded, and not started yet.
     prepared: Option<Prepared>,
     filler: Option<Arc<Filler>>,
-    /// Of its disks.
+    /// Fillers of its disks.
     disks: Arc<Vec<DiskFiller>>,
     /// Threads that load or start it.
     workers: usize,
@@ -136,7 +136,7 @@ impl Restoring {
         })
     }
 
-    /// How far it is there; none if nothing was begun, or all is given up.
+    /// Progress: how far it is there; none if nothing was begun, or all is given up.
     pub fn fill_state(&self) -> Option<FillReport> {
         let (filler, disks) = {
             let state = self.state.lock();
@@ -174,7 +174,7 @@ impl Restoring {
         self.handle(&mut self.state.lock(), event);
     }
 
-    /// Under the lock, so that the order of actions is the order of events.
+    /// Handles an event under the lock, so that the order of actions is the order of events.
     fn handle(self: &Arc<Self>, state: &mut State, event: CohortEvent) {
         let mut actions = Vec::new();
         state.cohort.handle(clock::now(), event, &mut actions);
@@ -223,7 +223,7 @@ impl Restoring {
         }
     }
 
-    /// In a thread whose end is waited for when it is given up: a QEMU may be its own.
+    /// Works in a thread whose end is waited for when it is given up: a QEMU may be its own.
     fn work(
         self: &Arc<Self>,
         state: &mut State,
@@ -378,8 +378,8 @@ impl Restoring {
         }
     }
 
-    /// It stays, and needs the store no more: what it was before goes. Until that is on record, it would be
-    /// what counts after this daemon.
+    /// Concludes the restore: the VM stays, and needs the store no more; what it was before goes.
+    /// Until that is on record, it would be what counts after this daemon.
     fn conclude(self: &Arc<Self>) {
         let mut told = String::new();
         while let Some(host) = self.host.upgrade() {

@@ -20,14 +20,14 @@ use understudy_snapshot::{
     RestorePhase, Restorer,
 };
 
-/// Before an arbiter that did not answer is asked again.
+/// Pause before an arbiter that did not answer is asked again.
 const AGAIN: Duration = Duration::from_secs(1);
 
-/// What is to be restored, and how.
+/// Job: what is to be restored, and how.
 pub struct Job {
-    /// When the command was given: checks come first, and count.
+    /// Time at which the command was given: checks come first, and count.
     pub began: Time,
-    /// Of the first member; the others' differ by member and generation.
+    /// Task of the first member; the others' differ by member and generation.
     pub task: RestoreTask,
     /// The newest generation of each member.
     pub newest: Vec<Generation>,
@@ -37,13 +37,13 @@ pub struct Job {
     pub pages: Vec<u64>,
     /// Pairs of members that had frames in flight between them.
     pub talking: BTreeSet<(Member, Member)>,
-    /// How it is restored; for the report.
+    /// Mode in which it is restored; for the report.
     pub mode: Mode,
     /// Whether to wait until all is loaded.
     pub wait: bool,
 }
 
-/// When a member got where, since the command.
+/// Times at which a member got where, since the command.
 #[derive(Clone, Copy, Default)]
 struct Milestones {
     loaded: Option<Duration>,
@@ -51,7 +51,7 @@ struct Milestones {
     restored: Option<Duration>,
 }
 
-/// What the coordinator is told.
+/// Word that the coordinator is told.
 enum Word {
     Report(Time, Member, Report),
     Whole(Result<(), HostError>),
@@ -88,7 +88,7 @@ struct Restore {
     exchange: Exchange,
     sender: Sender<Word>,
     words: Receiver<Word>,
-    /// Why the snapshot cannot be restored.
+    /// Reason why the snapshot cannot be restored.
     refusal: Option<HostError>,
 }
 
@@ -223,7 +223,7 @@ impl Restore {
     }
 }
 
-/// Of the starts of each pair that was talking; of all pairs if none was.
+/// Differences of the starts of each pair that was talking; of all pairs if none was.
 fn differences(starts: &[f64], talking: &BTreeSet<(Member, Member)>) -> Vec<f64> {
     let of = |(one, other): (usize, usize)| (starts[one] - starts[other]).abs();
     if talking.is_empty() {

@@ -1,4 +1,4 @@
-//! Working sets in normal running, by statistical sampling: of each VM whose memory is guarded a
+//! Sampling of working sets in normal running, statistically: of each VM whose memory is guarded a
 //! few pages chosen at random are watched; the share of them that is accessed in a period is
 //! taken for the share of all (Waldspurger 2002, which HotRestore builds on).
 
@@ -17,8 +17,8 @@ use understudy_protocol::VmName;
 use understudy_snapshot::Sampling;
 use understudy_threads::Common;
 
-/// As long as first accesses are traced after a snapshot: both tell what is touched in such a
-/// time.
+/// Period as long as first accesses are traced after a snapshot: both tell what is touched in such
+/// a time.
 const PERIOD: Duration = Duration::from_secs(7);
 
 /// Pages that are watched in a period. The first access to each is a fault, of some 20 µs.

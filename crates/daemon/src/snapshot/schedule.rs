@@ -14,7 +14,8 @@ use understudy_report::error::HostError;
 use understudy_report::events::EventKind;
 use understudy_snapshot::{Manifest, Retention};
 
-/// How often it is looked whether a snapshot is due: a daemon that ends is not held up for long.
+/// Time after which it is looked again whether a snapshot is due: a daemon that ends is not held up
+/// for long.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// One thread for each cluster that has a schedule.

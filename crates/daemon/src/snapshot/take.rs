@@ -6,7 +6,7 @@ use super::mirrored::MirroredCapture;
 use crate::containment;
 use crate::containment::spawn_for_request;
 use crate::host::Host;
-use anyhow::bail;
+use anyhow::{Context, bail};
 use crossbeam_channel::{Receiver, Sender};
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,6 +17,7 @@ use tracing::error;
 use tracing::{info, warn};
 use understudy_cluster::messages::{Reply, RestoreTask, TakeTask, ToCoordinator};
 use understudy_machine::Machine;
+use understudy_qemu::{CheckedDefinition, VmDefinition};
 use understudy_replication::clock;
 use understudy_replication::moments::pass;
 use understudy_snapshot::{
@@ -26,10 +27,10 @@ use understudy_snapshot::{
 use understudy_threads::{Mutex, spawn};
 use understudy_threads::{lock, within};
 
-/// How often a cohort looks whether its coordinator has been silent for too long.
+/// Time after which a cohort looks again whether its coordinator has been silent for too long.
 const TICK: Duration = Duration::from_millis(500);
 
-/// How long a thread that was told to stop may go on.
+/// Time that a thread that was told to stop may go on.
 const ENDING: Duration = Duration::from_secs(4);
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -46,7 +47,7 @@ struct State {
     job: Option<Job>,
     /// The last snapshot that exists.
     base: Option<Base>,
-    /// Of the one that is being taken, once it is saved.
+    /// Content of the one that is being taken, once it is saved.
     saved: Option<Saved>,
     /// The thread that took the one before.
     thread: Option<JoinHandle<()>>,
@@ -66,19 +67,19 @@ enum Now {
     Cut(Arc<MemberSeat>),
 }
 
-/// What a snapshot begins with.
+/// Start: what a snapshot begins with.
 pub struct Start<'a> {
-    /// What is to be done.
+    /// Task that is to be done.
     pub task: &'a TakeTask,
-    /// Which snapshot.
+    /// Number of the snapshot.
     pub number: SnapshotNumber,
-    /// What need not be saved again.
+    /// Base, which need not be saved again.
     pub base: Option<Base>,
     /// The member's seat at its group's network; none without other members.
     pub seat: Option<Arc<MemberSeat>>,
 }
 
-/// Where a member's image comes from.
+/// Source of a member's image.
 enum Image {
     /// The guest, which is paused.
     Own(Box<Capture>),
@@ -89,6 +90,7 @@ enum Image {
 impl Image {
     fn prepare(host: &Arc<Host>, start: Start<'_>) -> anyhow::Result<Image> {
         let vm = host.going_primary(start.task.vm())?;
+        check_restorable(&vm.machine().definition_now())?;
         Ok(match vm.active_session() {
             Some(session) => {
                 let prepared = MirroredCapture::prepare(host, start, vm.machine(), session);
@@ -112,6 +114,12 @@ impl Image {
             Image::Mirrored(capture) => (capture.save(stop)?, None),
         })
     }
+}
+
+/// A version that checked less may have started it.
+fn check_restorable(definition: &VmDefinition) -> anyhow::Result<()> {
+    let checked = CheckedDefinition::try_from(definition.clone());
+    checked.map(drop).context("no host would restore it: its definition is wrong")
 }
 
 impl Host {
@@ -201,7 +209,7 @@ impl Taking {
         self.handle(&mut lock(&self.state), event);
     }
 
-    /// Under the lock, so that the order of actions is the order of events.
+    /// Handles an event under the lock, so that the order of actions is the order of events.
     fn handle(self: &Arc<Self>, state: &mut State, event: TakeEvent) {
         let mut actions = Vec::new();
         state.cohort.handle(clock::now(), event, &mut actions);
@@ -332,7 +340,7 @@ impl State {
     }
 }
 
-/// What the thread before took of memory and disks is given back when it ends.
+/// Waits for the thread before, which gives back what it took of memory and disks when it ends.
 fn await_end(former: Option<JoinHandle<()>>) -> anyhow::Result<()> {
     let deadline = Instant::now() + ENDING;
     while former.as_ref().is_some_and(|former| !former.is_finished()) {
@@ -346,4 +354,21 @@ fn await_end(former: Option<JoinHandle<()>>) -> anyhow::Result<()> {
 
 fn cohort() -> TakeCohort {
     TakeCohort::new(SnapshotNumber(0), clock::now())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// It was snapshotted, and every restore refused it.
+    #[test]
+    fn what_no_host_would_restore_is_not_snapshotted() {
+        let definition = |cpu: &str| -> VmDefinition {
+            let text = "name = 'db'\nmemory = '64M'\nvcpus = 1\nkernel = '/boot/vmlinuz'\n";
+            toml::from_str(&format!("{text}cpu = '{cpu}'")).unwrap()
+        };
+        assert!(check_restorable(&definition("Westmere")).is_ok());
+        let refused = format!("{:#}", check_restorable(&definition("host")).unwrap_err());
+        assert!(refused.contains("definition is wrong: cpu: \"host\" means"), "{refused}");
+    }
 }

@@ -20,10 +20,10 @@ use understudy_snapshot::{
     StoreError, Taker, TakerAction, TakerEvent, TakerPhase, Writing,
 };
 
-/// How long first accesses are traced: the paper's seven seconds.
+/// Time for which first accesses are traced: the paper's seven seconds.
 const TRACE_MS: u64 = 7000;
 
-/// Before a store that did not answer is asked again whether a manifest is there.
+/// Pause before a store that did not answer is asked again whether a manifest is there.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
 
 /// Takes one snapshot.

@@ -1,4 +1,4 @@
-//! What `status` says of a VM, by its machine and its session.
+//! Words of `status` on a VM, by its machine and its session.
 
 use understudy_machine::Machine;
 use understudy_protocol::HostName;
@@ -123,7 +123,7 @@ fn describe_compression(session: &primary::Session) -> CompressionReport {
     }
 }
 
-/// What a machine tells, whoever runs it.
+/// Status that a machine tells, whoever runs it.
 pub(super) fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
     let definition = machine.definition();
     let ports = machine.ports();

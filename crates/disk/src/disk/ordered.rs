@@ -105,7 +105,7 @@ impl Ordered<'_> {
         changed.inspect_err(|_| self.keep(offset, len))
     }
 
-    /// What failed may have been done in part.
+    /// Keeps the marks of what failed: it may have been done in part.
     fn keep(&self, offset: u64, len: u64) {
         if let Some(changes) = self.disk.changes() {
             changes.keep(offset, len);

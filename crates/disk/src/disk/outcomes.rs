@@ -1,4 +1,4 @@
-//! How QEMU's requests that change a disk went, in numbers.
+//! Outcomes of QEMU's requests that change a disk, in numbers.
 
 use super::Disk;
 use std::sync::atomic::Ordering;
@@ -6,15 +6,15 @@ use std::sync::atomic::Ordering;
 /// The guest's requests that changed a disk, or tried to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GuestWrites {
-    /// How many came.
+    /// Number of requests that came.
     pub count: u64,
-    /// How many of them failed.
+    /// Number of them that failed.
     pub failed: u64,
 }
 
 impl Disk {
-    /// What the guest has changed so far, through the NBD server. None is under way: those that
-    /// are counted are in the image.
+    /// Changes that the guest has made so far, through the NBD server. None is under way: those
+    /// that are counted are in the image.
     pub fn guest_writes(&self) -> GuestWrites {
         self.lock_order().guest_writes
     }
@@ -30,7 +30,7 @@ impl Disk {
         self.failures.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// How many changes and flushes of QEMU's have failed so far: counted before it is told.
+    /// Number of changes and flushes of QEMU's that have failed so far: counted before it is told.
     pub fn failures(&self) -> u64 {
         self.failures.load(Ordering::Acquire)
     }

@@ -1,4 +1,4 @@
-//! What is looked at often of a disk, and changed seldom.
+//! Settings of a disk: what is looked at often, and changed seldom.
 
 use crate::changes::ChangeMap;
 use crate::reads::Reads;
@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError};
 use understudy_threads::RwLock;
 
-/// Behind a lock of their own, which nobody holds while he waits: a write that waits for its sink,
-/// with the order locked, keeps neither reads waiting nor whoever reports.
+/// Settings behind a lock of their own, which nobody holds while he waits: a write that waits for
+/// its sink, with the order locked, keeps neither reads waiting nor whoever reports.
 pub(super) struct Settings(RwLock<Values>);
 
 struct Values {
@@ -23,7 +23,7 @@ impl Settings {
         Settings(RwLock::new(Values { path, changes: None, reads: Reads::default() }))
     }
 
-    /// Where the image is.
+    /// Path of the image.
     pub fn path(&self) -> PathBuf {
         self.look(|values| values.path.clone())
     }
@@ -33,17 +33,17 @@ impl Settings {
         self.change(|values| mem::replace(&mut values.path, path));
     }
 
-    /// Where changes are noted, if anywhere.
+    /// Map where changes are noted, if anywhere.
     pub fn changes(&self) -> Option<Arc<ChangeMap>> {
         self.look(|values| values.changes.clone())
     }
 
-    /// To be called with the order locked.
+    /// Sets where changes are noted; to be called with the order locked.
     pub fn set_changes(&self, changes: Option<Arc<ChangeMap>>) {
         self.change(|values| mem::replace(&mut values.changes, changes));
     }
 
-    /// What is done about the guest's reads.
+    /// Choice of what is done about the guest's reads.
     pub fn reads(&self) -> Reads {
         self.look(|values| values.reads.clone())
     }

@@ -1,4 +1,4 @@
-//! What snapshots and restores want of a disk.
+//! Parts of a disk that snapshots and restores want.
 
 use super::Disk;
 use crate::absent::{Absent, Fetcher};
@@ -92,17 +92,18 @@ impl Disk {
         self.absent().is_none_or(|absent| absent.has(offset, len))
     }
 
-    /// To be called without any lock before a change: waits for the blocks that it changes in part.
+    /// Waits, without any lock held, before a change, for the blocks that it changes in part.
     pub(crate) fn await_edges(&self, offset: u64, len: u64) -> io::Result<()> {
         self.absent().map_or(Ok(()), |absent| absent.wait_for_edges(offset, len))
     }
 
-    /// To be called without any lock: waits for all of a range.
+    /// Waits, without any lock held, for all of a range.
     pub(crate) fn await_range(&self, offset: u64, len: u64) -> io::Result<()> {
         self.absent().map_or(Ok(()), |absent| absent.wait_for(offset, len))
     }
 
-    /// From now on changes are noted for the next snapshot: the disk is as the last one has it.
+    /// Sets the base: from now on changes are noted for the next snapshot; the disk is as the last
+    /// one has it.
     pub fn set_base(&self) {
         self.lock_order().since_base = Some(BlockSet::none(self.export_bytes));
     }
@@ -140,8 +141,8 @@ impl Disk {
         }
     }
 
-    /// Before a block is overwritten that the capture has not read, it puts it aside. One that was
-    /// still at it has failed.
+    /// Attaches a capture: before a block is overwritten that it has not read, that is put aside.
+    /// One that was still at it has failed.
     pub(crate) fn attach_capture(&self, capture: Arc<Frozen>) {
         let mut order = self.lock_order();
         let former = order.capture.replace(capture);

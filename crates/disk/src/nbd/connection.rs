@@ -33,10 +33,10 @@ const KEPT_BUFFER_BYTES: usize = 2 * 1024 * 1024;
 pub(super) const LENT_BYTES: u32 = 32 * 1024;
 /// A client that connects is a QEMU that starts; it does not dawdle.
 const HANDSHAKE_PATIENCE: Duration = Duration::from_secs(10);
-/// Who knocks waits so long after one who could not be let in.
+/// Time that who knocks waits after one who could not be let in.
 pub(super) const REST: Duration = Duration::from_millis(100);
 
-/// What all connections of one server share.
+/// State that all connections of one server share.
 #[derive(Clone)]
 pub(super) struct Served {
     pub(super) disk: Arc<Disk>,
@@ -46,20 +46,20 @@ pub(super) struct Served {
     pub(super) aside: Arc<AtomicBool>,
 }
 
-/// Where other clients knock.
+/// Door where other clients knock.
 pub(super) trait Door {
-    /// Readable when one does, or the door is closed for good.
+    /// Descriptor that is readable when one does, or the door is closed for good.
     fn fd(&self) -> BorrowedFd<'_>;
     /// Lets it in, on a thread of its own. Whoever asks serves a guest: this waits for nothing.
     fn open(&self) -> Opened;
 }
 
-/// What came of opening a door.
+/// Outcome of opening a door.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Opened {
-    /// Who knocked is in.
+    /// The client that knocked is in.
     LetIn,
-    /// It could not be let in, nor could the next one at once.
+    /// The client could not be let in, nor could the next one at once.
     NotNow,
     /// The door is closed for good.
     Closed,
@@ -259,7 +259,7 @@ impl Connection<'_> {
     }
 }
 
-/// When a change must be on stable storage.
+/// Time at which a change must be on stable storage.
 enum Durable {
     BeforeReply,
     Later,
@@ -271,7 +271,7 @@ impl Durable {
     }
 }
 
-/// False if the client has hung up between two requests.
+/// Reads a header; false if the client has hung up between two requests.
 fn read_header(input: &mut impl Read, header: &mut [u8; REQUEST_BYTES]) -> io::Result<bool> {
     let mut done = 0;
     while done < header.len() {
@@ -353,8 +353,8 @@ mod tests {
     use std::cell::Cell;
     use understudy_protocol::DiskIndex;
 
-    /// Before, it counted as open for good: a QEMU that hung later passed for one that waits for its
-    /// disk.
+    /// Regression: it counted as open for good: a QEMU that hung later passed for one that waits
+    /// for its disk.
     #[test]
     fn a_request_ends_whose_answer_was_withheld_until_its_connection_had_ended() {
         let dir = tempfile::tempdir().unwrap();
@@ -388,7 +388,7 @@ mod tests {
     }
 
     impl Stuck {
-        /// It, and what QEMU's requests come through.
+        /// Makes one, and the socket that QEMU's requests come through.
         fn new(for_good: bool) -> (Stuck, UnixStream) {
             let (client, stream) = UnixStream::pair().unwrap();
             let (mut knocker, knock) = UnixStream::pair().unwrap();

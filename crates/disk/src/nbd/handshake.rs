@@ -9,7 +9,7 @@ use std::io::{self, Read, Write};
 /// A client that has not chosen after so many options never will.
 const MAX_OPTIONS: usize = 64;
 
-/// Why a connection came to an end other than by the client's wish.
+/// Reason why a connection came to an end other than by the client's wish.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ConnectionError {
     #[error("malformed bytes: {0}")]
@@ -22,12 +22,12 @@ pub(super) enum ConnectionError {
     Io(#[from] io::Error),
 }
 
-/// What the client decided.
+/// Decision of the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// To use the export: requests follow.
+    /// Use of the export: requests follow.
     Transmission,
-    /// To go.
+    /// End of the connection.
     Abort,
 }
 

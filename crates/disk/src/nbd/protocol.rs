@@ -14,7 +14,7 @@ const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
 const FIXED_NEWSTYLE: u16 = 1;
 const NO_ZEROES: u16 = 2;
 
-/// What this server can do: HAS_FLAGS, SEND_FLUSH, SEND_FUA, SEND_TRIM,
+/// Abilities of this server: HAS_FLAGS, SEND_FLUSH, SEND_FUA, SEND_TRIM,
 /// SEND_WRITE_ZEROES. Never READ_ONLY: a passive mirror's connection goes live later.
 const TRANSMISSION_FLAGS: u16 = 1 | 1 << 2 | 1 << 3 | 1 << 5 | 1 << 6;
 
@@ -125,7 +125,7 @@ impl ClientFlags {
     }
 }
 
-/// Precedes the data of each option.
+/// Header that precedes the data of each option.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct OptionHeader {
     pub(crate) code: u32,
@@ -148,20 +148,20 @@ impl OptionHeader {
     }
 }
 
-/// What the client asks for during the handshake.
+/// Option that the client asks for during the handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ClientOption<'a> {
     /// Old way into transmission: no reply but the export's size.
     ExportName(&'a [u8]),
     Abort,
     List,
-    /// Describe the export, and with `go` enter transmission.
+    /// Description of the export; with `go` transmission begins.
     Info {
         name: &'a [u8],
         block_size: bool,
         go: bool,
     },
-    /// Known, but its data makes no sense.
+    /// Option that is known, but whose data makes no sense.
     Invalid,
     Unsupported,
 }
@@ -193,7 +193,7 @@ fn parse_info(data: &[u8], go: bool) -> Option<ClientOption<'_>> {
     fields.0.is_empty().then_some(ClientOption::Info { name, block_size, go })
 }
 
-/// What the server answers to an option.
+/// Reply of the server to an option.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum OptionReply<'a> {
     Ack,
@@ -273,7 +273,7 @@ pub(crate) struct Request {
     pub(crate) length: u32,
 }
 
-/// What a sound request asks for, over its offset and length.
+/// Command of a sound request, over its offset and length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Command {
     Read,

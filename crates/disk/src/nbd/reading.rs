@@ -14,9 +14,10 @@ use std::time::Duration;
 use understudy_protocol::DiskIndex;
 use understudy_threads::Worker;
 
-/// In lockstep a read that fails here is tried so often again before this image is given up …
+/// Number of times that in lockstep a read that fails here is tried again before this image is
+/// given up.
 const RETRIES: u32 = 5;
-/// … after so long each time.
+/// Pause before each of these tries.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
 
 /// A read that must wait for the device, for a reader thread.
@@ -26,13 +27,13 @@ pub(super) struct ColdRead {
     beside: Beside,
 }
 
-/// What is done about a read, beside answering it.
+/// Action that is done about a read, beside answering it.
 enum Beside {
     Nothing,
     Copied,
-    /// With what the sink returned at its beginning.
+    /// Watched, with what the sink returned at its beginning.
     Watched(Arc<dyn ReadSink>, u64),
-    /// With the read's number.
+    /// Recorded, with the read's number.
     Recorded(Arc<dyn ReadRecorder>, u64),
     Followed(Arc<dyn ReadFollower>),
 }
@@ -163,7 +164,7 @@ impl AwaitedRead {
         self.served.disk.index()
     }
 
-    /// What is to be read.
+    /// Part of the disk that is to be read.
     pub fn span(&self) -> Span {
         span(&self.request)
     }

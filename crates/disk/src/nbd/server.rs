@@ -31,7 +31,8 @@ const MAX_CONNECTIONS: usize = 16;
 /// joins the threads; a write that its sink holds up must be let go first.
 pub struct NbdServer {
     socket: PathBuf,
-    /// Which file it is: its directory may have been renamed, and another server's be in its place.
+    /// Identity of the file: its directory may have been renamed, and another server's be in its
+    /// place.
     file: (u64, u64),
     disk: Arc<Disk>,
     counters: Arc<Counters>,
@@ -42,7 +43,7 @@ pub struct NbdServer {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Those that are connected, or were.
+/// Clients that are connected, or were.
 #[derive(Default)]
 struct Clients(Mutex<Vec<Client>>);
 
@@ -119,7 +120,7 @@ impl NbdServer {
         &self.socket
     }
 
-    /// What has been served so far.
+    /// Traffic that has been served so far.
     pub fn traffic(&self) -> Traffic {
         self.counters.now()
     }
@@ -155,7 +156,7 @@ fn join(thread: JoinHandle<()>) {
     }
 }
 
-/// Which file this is.
+/// Identity of this file.
 fn identity(path: &Path) -> io::Result<(u64, u64)> {
     let file = fs::symlink_metadata(path)?;
     Ok((file.dev(), file.ino()))
@@ -298,7 +299,7 @@ mod tests {
     use std::io::Read;
     use understudy_protocol::DiskIndex;
 
-    /// They were remembered for as long as the server lived.
+    /// Regression: such clients were remembered for as long as the server lived.
     #[test]
     fn a_client_that_is_one_too_many_is_hung_up_on_and_forgotten() {
         let directory = tempfile::tempdir().unwrap();

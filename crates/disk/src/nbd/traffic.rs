@@ -1,8 +1,8 @@
-//! Counting what the guest does to its disk.
+//! Counters of what the guest does to its disk.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What one NBD server has served since it began.
+/// Traffic that one NBD server has served since it began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
     /// READ requests answered.

@@ -6,7 +6,7 @@ use crate::xml::Element;
 use understudy_network::{FIRST_VLAN, LAST_VLAN, VlanSet, Vlans};
 use understudy_qemu::definition::{CardDefinition, CardModel, TpmModel, Vga};
 
-/// Where libvirt's swtpms keep their state.
+/// Directory where libvirt's swtpms keep their state.
 const TPM_STATES: &str = "/var/lib/libvirt/swtpm";
 
 pub(super) fn devices(draft: &mut Draft<'_>, devices: &Element) {
@@ -139,7 +139,8 @@ fn usb(draft: &mut Draft<'_>, controller: &Element) {
     draft.device(format!("{driver},id=usb{options}"));
 }
 
-/// What a `<vlan>` says: one tag is the guest's network, several, or `trunk`, are the guest's own.
+/// VLANs that a `<vlan>` names: one tag is the guest's network, several, or `trunk`, are the
+/// guest's own.
 fn vlans(vlan: &Element) -> Result<Vlans, String> {
     let tags: Vec<&Element> = vlan.children.iter().filter(|tag| tag.name == "tag").collect();
     let id = |tag: &&Element| {
@@ -226,7 +227,7 @@ fn card(draft: &mut Draft<'_>, card: &Element) {
     card_rest(draft, card, &what);
 }
 
-/// What bounds, filters or speeds up a card.
+/// Notes what bounds, filters or speeds up a card.
 fn card_rest(draft: &mut Draft<'_>, card: &Element, what: &str) {
     for part in &card.children {
         let what = format!("{what}, {}", part.tag());

@@ -55,7 +55,7 @@ pub(super) fn disk(draft: &mut Draft<'_>, disk: &Element) {
     draft.vm.disks.push(DiskDefinition { cdrom, serial, pci, ..new });
 }
 
-/// What there is to say of its parts.
+/// Notes what there is to say of its parts.
 fn parts(draft: &mut Draft<'_>, disk: &Element, what: &str) {
     for part in &disk.children {
         match &part.name[..] {
@@ -100,7 +100,7 @@ fn source(disk: &Element) -> Option<String> {
     Some(source.get(attribute).to_owned()).filter(|path| !path.is_empty())
 }
 
-/// Why a disk cannot be replicated as it is.
+/// Reason why a disk cannot be replicated as it is.
 fn obstacle(disk: &Element, cdrom: bool) -> Option<&'static str> {
     let backing = disk.child("backingStore").is_some_and(|store| !store.children.is_empty());
     let has = |name: &str| disk.child(name).is_some();

@@ -84,7 +84,7 @@ pub(super) fn features(draft: &mut Draft<'_>, features: &Element) {
     }
 }
 
-/// What Windows is offered, by QEMU's names.
+/// Features that Windows is offered, by QEMU's names.
 const HYPERV: [(&str, &str); 14] = [
     ("relaxed", "hv-relaxed"),
     ("vapic", "hv-vapic"),

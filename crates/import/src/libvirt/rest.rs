@@ -1,4 +1,5 @@
-//! What libvirt can say of a device and nobody reads: it is named, so that nothing is passed over.
+//! Attributes and children of a device that libvirt knows and nobody reads: they are named, so that
+//! nothing is passed over.
 
 use crate::draft::Draft;
 use crate::xml::Element;
@@ -6,8 +7,8 @@ use crate::xml::Element;
 /// Every device may have them.
 const OF_ALL: [&str; 2] = ["alias", "address"];
 
-/// Of a device: the attributes and the children that are read elsewhere, or say nothing of the guest; none if it is taken
-/// as a whole, or not at all.
+/// Attributes and children of a device that are read elsewhere, or say nothing of the guest; none
+/// if it is taken as a whole, or not at all.
 fn known(device: &str) -> Option<(&'static [&'static str], &'static [&'static str])> {
     Some(match device {
         "disk" => (

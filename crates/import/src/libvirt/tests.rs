@@ -2,7 +2,7 @@ use super::*;
 use crate::Outcome;
 use understudy_qemu::definition::{CardModel, DiskBus, DiskFormat, TpmModel, Vga};
 
-/// What virt-install 5.0 printed for a guest, or `virsh dumpxml` after it was defined.
+/// Domain that virt-install 5.0 printed for a guest, or `virsh dumpxml` after it was defined.
 macro_rules! domain {
     ($name:literal) => {
         include_str!(concat!("../../tests/domains/", $name, ".xml"))
@@ -123,8 +123,8 @@ fn networks_are_bridges_that_somebody_names() {
     assert_eq!(named.definition.unwrap().cards[0].bridge, "br7");
 }
 
-/// What virt-install writes for common guests with its defaults and the usual options, and whether
-/// that is protected. The same table, for people, is in docs/import.md.
+/// Table of what virt-install writes for common guests with its defaults and the usual options, and
+/// whether that is protected. The same table, for people, is in docs/import.md.
 #[test]
 fn nine_in_ten_of_what_virt_install_writes_are_imported() {
     let all = [
@@ -201,7 +201,7 @@ fn cards_are_in_their_vlans() {
     }
 }
 
-/// What becomes of `part` in the place of another, by the words for it.
+/// Outcome for `part` in the place of another, by the words for it.
 fn outcome(part: &str, instead: &str, what: &str) -> Outcome {
     assert!(DEFINED.contains(part), "{part}");
     let import = import(&DEFINED.replacen(part, instead, 1));

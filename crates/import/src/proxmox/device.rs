@@ -8,13 +8,13 @@ use understudy_qemu::definition::{
     CardDefinition, CardModel, DiskBus, DiskDefinition, DiskFormat, EmptyCdrom, PciPlace, Vga,
 };
 
-/// Where Proxmox puts the first card and the first virtio disk.
+/// Slot where Proxmox puts the first card and the first virtio disk.
 const FIRST_CARD_SLOT: u8 = 0x12;
 const FIRST_DISK_SLOT: u8 = 0x0a;
-/// So many of each are there; further ones are behind bridges.
+/// Places for each on the first bus; further ones are behind bridges.
 const PLACES: u8 = 6;
 
-/// Where Proxmox's local storage keeps images.
+/// Directory where Proxmox's local storage keeps images.
 const LOCAL: &str = "/var/lib/vz";
 
 /// Models that Proxmox makes of QEMU's.
@@ -39,9 +39,9 @@ pub(super) fn processor(draft: &mut Draft<'_>, line: &Line<'_>) {
     let known = MODELS.iter().find(|(name, _)| *name == model).map_or(model, |(_, known)| known);
     let mut text = known.to_owned();
     for flag in line.option("flags").split(';').filter(|flag| !flag.is_empty()) {
-        match flag.split_at(1) {
-            ("+", name) => text += &format!(",{name}=on"),
-            ("-", name) => text += &format!(",{name}=off"),
+        match (flag.strip_prefix('+'), flag.strip_prefix('-')) {
+            (Some(name), _) => text += &format!(",{name}=on"),
+            (_, Some(name)) => text += &format!(",{name}=off"),
             _ => return draft.refused(line.number, line.text(), format!("the flag {flag:?}")),
         }
     }
@@ -180,7 +180,7 @@ fn place(draft: &mut Draft<'_>, line: &Line<'_>, index: Option<u8>, first: u8) -
 /// The options of a disk that are read, and its size, which its image has.
 const READ: [&str; 7] = ["file", "media", "size", "format", "serial", "ro", "snapshot"];
 
-/// Why a disk cannot be replicated as it is.
+/// Reason why a disk cannot be replicated as it is.
 fn obstacle(line: &Line<'_>, cdrom: bool) -> Option<&'static str> {
     let is_on = |name: &str| matches!(line.option(name), "1" | "on" | "yes" | "true");
     match () {

@@ -58,6 +58,8 @@ fn what_cannot_be_protected_is_refused_with_its_line() {
     for (line, instead, number, words) in [
         ("numa: 0", "tpmstate0: local:100/x.raw,size=4M,version=v2.0", 15, "only Proxmox reads"),
         ("numa: 0", "hostpci0: 0000:01:00.0", 15, "hardware of this host"),
+        // It ended the import: the first letter is more than one byte.
+        ("cpu: x86-64-v2-AES", "cpu: x86-64-v2-AES,flags=é", 7, "the flag \"é\""),
         ("numa: 0", "args: -device x", 15, "qemu_args"),
         ("numa: 0", "virtiofs0: share", 15, "not known"),
         ("bridge=vmbr0", "bridge=vmbr0,tag=5000", 14, "5000 is no VLAN"),
@@ -119,7 +121,7 @@ fn a_guest_keeps_the_tablet_that_nobody_wrote_down() {
     assert!(has(&WEB.replace("numa: 0", "tablet: 1"), "usb-tablet"));
 }
 
-/// What becomes of `line` in the place of another, by the words for it.
+/// Outcome for `line` in the place of another, by the words for it.
 fn outcome(line: &str, instead: &str, what: &str) -> Outcome {
     assert!(WEB.contains(line), "{line}");
     let import = import(&WEB.replacen(line, instead, 1));

@@ -122,7 +122,7 @@ fn tpm(draft: &mut Draft<'_>, device: &Argument, backend: Option<Argument>, mode
     draft.changed(LINE, device.text(), why);
 }
 
-/// Where a device is on the PCI bus, if it says so.
+/// Place of a device on the PCI bus, if it says so.
 fn place(draft: &mut Draft<'_>, device: &Argument) -> Option<PciPlace> {
     let (bus, address) = (device.get("bus"), device.get("addr"));
     if bus.is_empty() && address.is_empty() {
@@ -141,7 +141,7 @@ fn place(draft: &mut Draft<'_>, device: &Argument) -> Option<PciPlace> {
     found
 }
 
-/// Why a disk cannot be replicated as it is.
+/// Reason why a disk cannot be replicated as it is.
 fn obstacle(drive: &Argument, device: Option<&Argument>, cdrom: bool) -> Option<&'static str> {
     let file = drive.get("file");
     let protocol = file.split_once(':').map(|(protocol, _)| protocol);
@@ -234,7 +234,7 @@ fn card(draft: &mut Draft<'_>, network: &Argument, device: &Argument, model: &st
     draft.vm.cards.push(CardDefinition { pci, mtu, ..new });
 }
 
-/// What is not carried over of a card, and of what is behind it.
+/// Notes what is not carried over of a card, and of what is behind it.
 fn card_rest(draft: &mut Draft<'_>, network: &Argument, device: &Argument) {
     let of_network = ["type", "id", "br", "ifname", "script", "downscript", "helper"];
     let of_card =

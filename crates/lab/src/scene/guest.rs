@@ -22,7 +22,7 @@ pub(super) const INSTALLED_IMAGE: &str = "installed/disk.img";
 pub(crate) const KERNEL: &str = "vmlinuz";
 pub(crate) const INITRD: &str = "initrd.gz";
 
-/// Which of the test guests.
+/// Kind of test guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GuestKind {
     /// Linux with the guest tools.

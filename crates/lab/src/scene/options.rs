@@ -1,4 +1,4 @@
-//! What a scene is made of, and whether it is there.
+//! Options that a scene is made of, and whether what they need is there.
 
 use super::guest::{BOOT_IMAGE, GuestKind, IMAGES, INITRD, INSTALLED_IMAGE, KERNEL};
 use crate::bench_guest::{BENCH_IMAGE, BenchGuest, check_file};
@@ -12,12 +12,12 @@ use std::path::{Path, PathBuf};
 use understudy_protocol::Policy;
 use understudy_qemu::cache;
 
-/// What a scene is made of.
+/// Options that a scene is made of.
 #[derive(Clone, Debug)]
 pub struct SceneOptions {
     /// The program under test.
     pub binary: PathBuf,
-    /// Where `guests/build` put the guests' files.
+    /// Path where `guests/build` put the guests' files.
     pub guest_files: PathBuf,
     /// The hosts.
     pub hosts: Vec<String>,

@@ -1,4 +1,4 @@
-//! What of a connection's bytes has arrived at the peer's system.
+//! Count of a connection's bytes that have arrived at the peer's system.
 #![allow(unsafe_code)] // Two calls: the system's structure grows from version to version, and one is an `ioctl`.
 
 use nix::errno::Errno;
@@ -29,8 +29,8 @@ pub(super) fn delivered(socket: &TcpStream) -> Option<u64> {
     (length as usize >= end).then_some(info.tcpi_bytes_acked)
 }
 
-/// Where what was sent so far ends, as [`delivered`] counts; none where it is not known. Never less than
-/// that: what arrives meanwhile may be counted twice.
+/// Position where what was sent so far ends, as [`delivered`] counts; none where it is not known.
+/// Never less than that: what arrives meanwhile may be counted twice.
 pub(super) fn sent(socket: &TcpStream) -> Option<u64> {
     let mut waiting: libc::c_int = 0;
     // SAFETY: the system writes one `int`, which lives through the call.

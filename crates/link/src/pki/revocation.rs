@@ -1,5 +1,6 @@
-//! Revoking: a certificate that is on the authority's list is of no more use.
+//! Revocation: a certificate that is on the authority's list is of no more use.
 
+use super::ledger::{self, Issued, LEDGER};
 use super::{CA_CERT, internal, issuer, moment};
 use crate::tls::certificate::{self, Facts};
 use rcgen::{CertificateRevocationListParams, KeyIdMethod, RevokedCertParams, SerialNumber};
@@ -18,31 +19,35 @@ use understudy_report::error::{ErrorKind, HostError, cannot};
 
 /// The list of revoked certificates, which every host gets.
 pub const REVOKED: &str = "revoked.pem";
-/// What it is made from: a line for each certificate, with its number and the second of its end.
+/// File that it is made from: a line for each certificate, with its number and the second of its
+/// end.
 const INDEX: &str = "revoked.txt";
 /// The list has no end of its own: a host that gets no newer one goes on with it.
 const LIST_DAYS: u64 = 36_500;
 
-/// What is revoked now.
+/// State of revocations now.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Revoked {
     /// The list, PEM.
     pub list: PathBuf,
-    /// How many certificates are on it.
+    /// Number of certificates that are on it.
     pub certificates: usize,
 }
 
-/// Puts certificates on the list of the CA in `directory`: those of host `which` there, or of the
-/// file `which`.
+/// Puts certificates on the list of the CA in `directory`: all that it has issued for host `which`, or those of the file
+/// `which`.
 pub fn revoke(directory: &Path, which: &str) -> Result<Revoked, HostError> {
-    let path = match which.contains('/') || which.ends_with(".pem") {
-        true => PathBuf::from(which),
-        false => directory.join(format!("{which}.pem")),
+    let _turn = ledger::turn(directory)?;
+    let serials: Vec<String> = match which.contains('/') || which.ends_with(".pem") {
+        true => {
+            let issued = check_issued(directory, Path::new(which))?;
+            issued.iter().map(|facts| hex(&facts.serial)).collect()
+        }
+        false => issued_to(directory, which)?.into_iter().map(|it| it.serial).collect(),
     };
-    let issued = check_issued(directory, &path)?;
     let mut index = read_index(directory)?;
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    for serial in issued.iter().map(|facts| hex(&facts.serial)) {
+    for serial in serials {
         if !index.iter().any(|(known, _)| *known == serial) {
             index.push((serial, now.as_secs()));
         }
@@ -50,10 +55,46 @@ pub fn revoke(directory: &Path, which: &str) -> Result<Revoked, HostError> {
     write_list(directory, &index)
 }
 
+/// Whether a certificate for this name, in whatever case, could still be shown.
+pub fn is_certified(directory: &Path, name: &str) -> Result<bool, HostError> {
+    let revoked = read_index(directory)?;
+    let now = UnixTime::now().as_secs() as i64;
+    let counts = |it: &Issued| {
+        it.not_after >= now && !revoked.iter().any(|(serial, _)| *serial == it.serial)
+    };
+    Ok(ledger::issued_for(directory, name)?.iter().any(counts))
+}
+
+/// What this CA has issued for the name: at least one.
+fn issued_to(directory: &Path, name: &str) -> Result<Vec<Issued>, HostError> {
+    let issued = ledger::issued_for(directory, name)?;
+    if issued.is_empty() {
+        let message = format!(
+            "the CA in {} knows of no certificate for {name:?}: {LEDGER} there has those that it issued; one that it \
+             issued elsewhere is revoked by its file, `understudy pki revoke ./FILE.pem`",
+            directory.display()
+        );
+        return Err(HostError::new(ErrorKind::NotFound, message));
+    }
+    Ok(issued)
+}
+
 /// Writes a list on which nothing is, unless there is one.
 pub(super) fn begin(directory: &Path) -> Result<(), HostError> {
     let index = read_index(directory)?;
     write_list(directory, &index).map(drop)
+}
+
+/// The facts of those certificates in a file that are of this CA, if there are any.
+pub(super) fn issued_in(directory: &Path, path: &Path) -> Result<Vec<Facts>, HostError> {
+    let ca = &read(&directory.join(CA_CERT))?[0];
+    let certificates = match certificates(path) {
+        Ok(certificates) => certificates,
+        Err(pem::Error::NoItemsFound) => Vec::new(),
+        Err(error) => return Err(unreadable(path, &error)),
+    };
+    let of_this_ca = certificates.iter().filter(|certificate| *certificate != ca);
+    Ok(of_this_ca.filter_map(|certificate| check(directory, path, ca, certificate).ok()).collect())
 }
 
 /// The facts of the certificates in a file, which are all of this CA.
@@ -67,14 +108,17 @@ fn check_issued(directory: &Path, path: &Path) -> Result<Vec<Facts>, HostError> 
 
 /// The certificates of a file: at least one.
 fn read(path: &Path) -> Result<Vec<CertificateDer<'static>>, HostError> {
-    let read = || {
-        let found = CertificateDer::pem_file_iter(path)?.collect::<Result<Vec<_>, _>>()?;
-        if found.is_empty() { Err(pem::Error::NoItemsFound) } else { Ok(found) }
-    };
-    read().map_err(|error| {
-        let message = format!("cannot read the certificate {}: {error}", path.display());
-        HostError::new(ErrorKind::Invalid, message)
-    })
+    certificates(path).map_err(|error| unreadable(path, &error))
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, pem::Error> {
+    let found = CertificateDer::pem_file_iter(path)?.collect::<Result<Vec<_>, _>>()?;
+    if found.is_empty() { Err(pem::Error::NoItemsFound) } else { Ok(found) }
+}
+
+fn unreadable(path: &Path, error: &pem::Error) -> HostError {
+    let message = format!("cannot read the certificate {}: {error}", path.display());
+    HostError::new(ErrorKind::Invalid, message)
 }
 
 /// The facts of a certificate of this CA.
@@ -163,11 +207,11 @@ fn replace(path: &Path, text: &str) -> Result<(), HostError> {
     whole_file::replace(path, text, 0o644).map_err(|error| cannot("write", path, &error))
 }
 
-fn hex(bytes: &[u8]) -> String {
+pub(super) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn unhex(text: &str) -> Option<Vec<u8>> {
+pub(super) fn unhex(text: &str) -> Option<Vec<u8>> {
     let digits = text.as_bytes();
     if digits.is_empty() || digits.len() % 2 != 0 || !text.is_ascii() {
         return None;

@@ -11,17 +11,17 @@ use rustls::{DigitallySignedStruct, DistinguishedName, Error, ServerConfig, Sign
 use std::sync::Arc;
 use understudy_protocol::HostName;
 
-/// What the API's own connections are made with.
+/// Configuration that the API's own connections are made with.
 #[derive(Clone, Debug)]
 pub struct ApiTls(Arc<Tls>);
 
 impl ApiTls {
-    /// With these certificates.
+    /// Configuration with these certificates.
     pub fn new(tls: Arc<Tls>) -> ApiTls {
         ApiTls(tls)
     }
 
-    /// What the next handshake is made with: the files as they are now.
+    /// Configuration that the next handshake is made with: the files as they are now.
     pub fn server(&self) -> Arc<ServerConfig> {
         self.0.material().callers.clone()
     }
@@ -48,7 +48,7 @@ impl ClientCertVerifier for JudgedLater {
         false
     }
 
-    /// So that a browser offers the certificates that could be believed.
+    /// Returns the authorities, so that a browser offers the certificates that could be believed.
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         self.0.root_hint_subjects()
     }

@@ -1,16 +1,18 @@
-//! What has to be known of a certificate that rustls does not tell.
+//! Fields of a certificate that rustls does not tell.
 
 use rustls::pki_types::CertificateDer;
 use yasna::tags::TAG_UTCTIME;
 use yasna::{ASN1Result, BERReader, Tag};
 
-/// A certificate's number and time.
+/// A certificate's number, time and name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Facts {
     /// The number that its authority gave it, big-endian.
     pub serial: Vec<u8>,
-    /// When it expires, in seconds since 1970.
+    /// Time at which it expires, in seconds since 1970.
     pub not_after: i64,
+    /// The common name of whom it is for, if it has one.
+    pub name: Option<String>,
 }
 
 /// Parses a certificate.
@@ -32,16 +34,37 @@ fn read(reader: BERReader<'_, '_>) -> ASN1Result<Facts> {
                 let _not_before = validity.next().read_der()?;
                 read_time(validity.next())
             })?;
-            let _subject = fields.next().read_der()?;
+            // Other authorities' may have names of any kind.
+            let name = yasna::parse_der(&fields.next().read_der()?, common_name).ok().flatten();
             let _key = fields.next().read_der()?;
             let rest = |field: BERReader<'_, '_>| field.read_der();
             while fields.read_optional(rest)?.is_some() {}
-            Ok(Facts { serial, not_after })
+            Ok(Facts { serial, not_after, name })
         })?;
         let _algorithm = certificate.next().read_der()?;
         let _signature = certificate.next().read_der()?;
         Ok(facts)
     })
+}
+
+/// `id-at-commonName` of a `Name`.
+fn common_name(reader: BERReader<'_, '_>) -> ASN1Result<Option<String>> {
+    const COMMON_NAME: [u64; 4] = [2, 5, 4, 3];
+    let mut found = None;
+    reader.read_sequence_of(|part| {
+        part.read_set_of(|attribute| {
+            attribute.read_sequence(|fields| {
+                let kind = fields.next().read_oid()?;
+                let value = fields.next();
+                match kind.components()[..] == COMMON_NAME {
+                    true => found = Some(value.read_utf8string()?),
+                    false => drop(value.read_der()?),
+                }
+                Ok(())
+            })
+        })
+    })?;
+    Ok(found)
 }
 
 fn read_time(reader: BERReader<'_, '_>) -> ASN1Result<i64> {

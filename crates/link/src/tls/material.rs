@@ -15,7 +15,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::Arc;
 
-/// What the files hold.
+/// Contents of the files.
 #[derive(PartialEq, Eq)]
 pub struct Contents {
     ca: Vec<u8>,
@@ -24,12 +24,12 @@ pub struct Contents {
     revoked: Option<Vec<u8>>,
 }
 
-/// What handshakes are made with.
+/// Material that handshakes are made with.
 pub struct Material {
     pub(super) contents: Contents,
     pub(super) client: Arc<ClientConfig>,
     pub(super) server: Arc<ServerConfig>,
-    /// For callers of the API.
+    /// Configuration for callers of the API.
     pub(super) callers: Arc<ServerConfig>,
     verifier: Arc<dyn ClientCertVerifier>,
     /// Seconds since 1970 at which this host's certificate expires.

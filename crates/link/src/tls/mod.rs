@@ -33,12 +33,12 @@ const NEAR_SECONDS: i64 = 30 * 24 * 3600;
 /// An authority's within this one: another takes new certificates for all hosts.
 const AUTHORITY_NEAR_SECONDS: i64 = 180 * 24 * 3600;
 
-/// Where a host's certificate and key are, and the CA's that it trusts.
+/// Paths of a host's certificate and key, and of the CA's that it trusts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TlsFiles {
     /// The CA's certificate, PEM.
     pub ca: PathBuf,
-    /// This host's certificate, PEM.
+    /// Certificate of this host, PEM.
     pub cert: PathBuf,
     /// Its private key, PEM; readable by its owner only.
     pub key: PathBuf,
@@ -46,8 +46,8 @@ pub struct TlsFiles {
     pub revoked: Option<PathBuf>,
 }
 
-/// What a host needs to be recognised by its peers, and to recognise them; read again when the
-/// files change.
+/// Certificates that a host needs to be recognised by its peers, and to recognise them; read again
+/// when the files change.
 pub struct Tls {
     files: TlsFiles,
     name: String,
@@ -55,9 +55,9 @@ pub struct Tls {
 }
 
 struct State {
-    /// What is used of the files.
+    /// Material of the files that is used.
     material: Arc<Material>,
-    /// Why what they have now is not.
+    /// Reason why what they have now is not.
     problem: Option<String>,
     /// Connections that there are.
     live: Vec<Live>,
@@ -124,12 +124,12 @@ impl Tls {
         state.live.push((peer, now, connection));
     }
 
-    /// When this host's certificate expires, in seconds since 1970.
+    /// Time at which this host's certificate expires, in seconds since 1970.
     pub fn expires(&self) -> i64 {
         self.material().expires
     }
 
-    /// What the operator should see to; for people.
+    /// Problems that the operator should see to; for people.
     pub fn problems(&self) -> Vec<String> {
         let material = self.material();
         let cert = self.files.cert.display();
@@ -177,7 +177,7 @@ impl Tls {
     }
 }
 
-/// When something expires whose end is so near; for people.
+/// Words for when something expires whose end is so near; for people.
 fn near(expires: i64, seconds: i64) -> Option<String> {
     let left = expires - UnixTime::now().as_secs() as i64;
     (left < seconds).then(|| match left {
@@ -186,7 +186,7 @@ fn near(expires: i64, seconds: i64) -> Option<String> {
     })
 }
 
-/// What is to be said of a file of certificates of another authority's making; for people.
+/// Words on a file of certificates of another authority's making; for people.
 pub fn expiring(path: &Path) -> Option<String> {
     let certificates = CertificateDer::pem_file_iter(path).ok()?.filter_map(Result::ok);
     let facts = certificates.filter_map(|certificate| certificate::parse(&certificate).ok());

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 use tracing::{info, warn};
 
-/// Between two looks at the files.
+/// Time between two looks at the files.
 const INTERVAL: Duration = Duration::from_secs(2);
 
 /// Looks for as long as somebody uses the certificates.

@@ -20,7 +20,7 @@ const READ_BYTES: usize = 128 << 10;
 /// Bytes that are sealed at once: the lock is held for so long.
 const SEAL_BYTES: usize = 128 << 10;
 
-/// How long, and how often, bytes of a peer that is refused are still taken.
+/// Longest time, and most reads, for which bytes of a peer that is refused are still taken.
 const PARTING: Duration = Duration::from_millis(500);
 const MOST_PARTING_READS: u32 = 16;
 
@@ -93,7 +93,7 @@ impl TlsStream {
         }
     }
 
-    /// Opened bytes, or none if the socket must be read first.
+    /// Returns opened bytes, or none if the socket must be read first.
     fn open(&self, incoming: &mut Incoming, buffer: &mut [u8]) -> io::Result<Option<usize>> {
         let mut connection = lock(&self.connection);
         loop {

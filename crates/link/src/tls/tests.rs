@@ -45,7 +45,7 @@ impl Authority {
         Tls::load(&TlsFiles { ca, cert: written.cert, key: written.key, revoked }, name).unwrap()
     }
 
-    /// For a day from then on.
+    /// Issues for a day from then on.
     fn issue_at(&self, then: SystemTime, name: &str) -> Tls {
         let written = pki::issue_at(then, self.0.path(), name, 1).unwrap();
         let ca = self.0.path().join(pki::CA_CERT);
@@ -247,7 +247,7 @@ fn small_parts_share_a_record() {
     assert!(beside < PARTS, "{beside} bytes beside the data: each record takes 22");
 }
 
-/// Before, what had been opened was opened again after a read that had found nothing.
+/// Regression: what had been opened was opened again after a read that had found nothing.
 #[test]
 fn who_never_waits_goes_on_after_a_read_that_found_nothing() {
     let authority = Authority::new();
@@ -272,7 +272,7 @@ fn who_never_waits_goes_on_after_a_read_that_found_nothing() {
     }
 }
 
-/// Before, a certificate was good until it expired.
+/// Regression: a certificate was good until it expired.
 #[test]
 fn a_revoked_certificate_is_refused_and_its_connections_end() {
     let authority = Authority::new();
@@ -298,7 +298,7 @@ fn a_revoked_certificate_is_refused_and_its_connections_end() {
     assert!(a.problems().iter().any(|problem| problem.contains("is revoked")));
 }
 
-/// Before, new files were read by a new daemon only.
+/// Regression: new files were read by a new daemon only.
 #[test]
 fn certificates_are_renewed_without_a_restart() {
     let authority = Authority::new();

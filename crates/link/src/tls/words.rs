@@ -1,4 +1,4 @@
-//! What went wrong with a certificate, for people.
+//! Words on what went wrong with a certificate, for people.
 
 use rustls::{AlertDescription, CertificateError, Error};
 use std::io;

@@ -25,7 +25,7 @@ pub enum Side {
     Backup,
 }
 
-/// What the daemons do around the cores.
+/// The work of the daemons around the cores.
 pub trait Daemons {
     /// The connection is gone, with all that is on it.
     fn cut_off(&mut self);
@@ -44,7 +44,7 @@ pub struct World<D> {
     pub primary_lives: bool,
     pub backup_lives: bool,
     pub connected: bool,
-    /// What the backup has said that the primary has not heard.
+    /// Acknowledgements of the backup that the primary has not heard.
     pub acknowledgements: VecDeque<Epoch>,
     pub daemons: D,
     backup: Backup,
@@ -57,7 +57,7 @@ pub struct World<D> {
     /// The primary is the sole owner, and holds nothing any more.
     alone: bool,
     live: bool,
-    /// Somebody died after the VM was contested already: one failure too many.
+    /// Whether somebody died after the VM was contested already: one failure too many.
     pub two_failures: bool,
 }
 

@@ -7,7 +7,7 @@ use nix::sys::stat::{SFlag, fstat};
 use std::io;
 use std::os::fd::OwnedFd;
 
-/// What one must be.
+/// The kind of which a descriptor must be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     /// A file, in memory too.
@@ -50,11 +50,11 @@ fn expected(note: &MachineNote) -> Vec<Kind> {
     kinds
 }
 
-/// They are taken one after the other.
+/// The descriptors, which are taken one after the other.
 pub(super) struct Descriptors(std::vec::IntoIter<OwnedFd>);
 
 impl Descriptors {
-    /// Those of a machine; refused if they are not all that it has, and nothing else.
+    /// Checks those of a machine; refused if they are not all that it has, and nothing else.
     pub fn of(note: &MachineNote, descriptors: Vec<OwnedFd>) -> anyhow::Result<Descriptors> {
         let expected = expected(note);
         if descriptors.len() != expected.len() {
@@ -113,7 +113,7 @@ mod tests {
         }
     }
 
-    /// What is said of a machine with a card whose descriptors are these.
+    /// The error about a machine with a card whose descriptors are these.
     fn said(kinds: &[Kind]) -> Option<String> {
         let descriptors = kinds.iter().map(|&kind| one(kind)).collect();
         let error = Descriptors::of(&note(true), descriptors).err()?;

@@ -10,12 +10,12 @@ use tracing::warn;
 use understudy_qemu::{Accelerator, VmDefinition};
 use understudy_report::LimitsReport;
 
-/// What QEMU may hold beside the guest's memory unless the host's configuration says otherwise: its own
-/// memory, that of devices, and the kernel's for it.
+/// The bytes that QEMU may hold beside the guest's memory unless the host's configuration says
+/// otherwise: its own memory, that of devices, and the kernel's for it.
 const BESIDE_BYTES: u64 = 512 << 20;
 /// Emulation keeps the code that it has translated, up to so much.
 const TRANSLATED_BYTES: u64 = 1 << 30;
-/// One part in so many of the guest's memory is for page tables, QEMU's and KVM's.
+/// The divisor of the guest's memory that gives the part for page tables, QEMU's and KVM's.
 const PAGE_TABLES: u64 = 128;
 
 /// Groups of QEMUs are named so, with the daemon's process id and a number behind.
@@ -26,7 +26,7 @@ const PREFIX: &str = "understudy.qemu-";
 pub struct Limits {
     /// Bytes of memory beside the guest's; by how the guest is executed if none are given.
     pub memory_beside: Option<u64>,
-    /// Open files.
+    /// Number of open files.
     pub descriptors: u64,
     /// Threads beside those that run the guest's processors.
     pub threads: u64,
@@ -149,7 +149,7 @@ impl LimitGroup {
         }
     }
 
-    /// Why the kernel has ended QEMU, if it went beyond its memory.
+    /// The reason why the kernel has ended QEMU, if it went beyond its memory.
     pub fn went_beyond(&self) -> Option<String> {
         let (_, version, directory) =
             self.directories.iter().find(|(controller, ..)| *controller == Controller::Memory)?;
@@ -169,7 +169,7 @@ impl LimitGroup {
         })
     }
 
-    /// What is told of it.
+    /// The report about it.
     pub fn report(&self) -> LimitsReport {
         let used = self.directories.iter().find_map(|(controller, version, directory)| {
             let file = match (controller, version) {
@@ -219,7 +219,7 @@ fn limit_file(controller: Controller, version: Version) -> &'static str {
     }
 }
 
-/// Where this daemon makes groups with the controller.
+/// The place where this daemon makes groups with the controller.
 fn place(controller: Controller) -> anyhow::Result<(PathBuf, Version)> {
     let found = candidates(&mounts()?, &groups(std::process::id())?, controller);
     let one = found.iter().find(|(_, version)| *version == Version::One);
@@ -292,7 +292,7 @@ mod tests {
         Command::new("sleep").arg("1000").spawn().unwrap()
     }
 
-    /// In real groups, where this machine has them.
+    /// A test in real groups, where this machine has them.
     #[test]
     fn a_process_is_held_to_its_limits_and_nothing_is_left_of_them() {
         let mut process = sleeping();

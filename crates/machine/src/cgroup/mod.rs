@@ -11,7 +11,7 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// What a group can limit.
+/// A resource that a group can limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Controller {
     /// Processor time.
@@ -92,8 +92,8 @@ fn missing(controller: Controller) -> String {
     )
 }
 
-/// Where a process may be in a group with the controller, from the texts of `mountinfo` and
-/// `cgroup` in `/proc`.
+/// The places where a process may be in a group with the controller, from the texts of `mountinfo`
+/// and `cgroup` in `/proc`.
 fn candidates(mounts: &str, groups: &str, controller: Controller) -> Vec<(PathBuf, Version)> {
     // Each: ID PARENT DEVICE ROOT MOUNTPOINT OPTIONS … - TYPE SOURCE OPTIONS
     let mounts = mounts.lines().filter_map(|line| {

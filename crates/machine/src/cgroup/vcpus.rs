@@ -1,4 +1,4 @@
-//! How much processor time a QEMU's vCPUs may use.
+//! The limit of the processor time that a QEMU's vCPUs may use.
 //!
 //! Only the threads that run the guest are limited; those that answer monitors and disks
 //! are not, since checkpoints wait for them. With version 2 that takes a threaded group;

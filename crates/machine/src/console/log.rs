@@ -39,7 +39,7 @@ impl ConsoleLog {
         Ok(())
     }
 
-    /// What the file still takes: at least a byte.
+    /// The room that the file still has: at least a byte.
     fn room(&mut self) -> io::Result<u64> {
         let room = |file: &File| -> io::Result<u64> {
             Ok(self.file_bytes.saturating_sub(file.metadata()?.len()))
@@ -57,7 +57,7 @@ impl ConsoleLog {
     }
 }
 
-/// Where the file before the current one lies.
+/// The path of the file before the current one.
 fn former(path: &Path) -> PathBuf {
     let mut former = OsString::from(path);
     former.push(".1");

@@ -60,7 +60,7 @@ impl ConsoleServer {
         }
     }
 
-    /// This end of the console, for another process to keep.
+    /// Duplicates this end of the console, for another process to keep.
     pub fn duplicate(&self) -> io::Result<OwnedFd> {
         Ok(self.qemu.try_clone()?.into())
     }
@@ -86,7 +86,7 @@ impl ConsoleServer {
         listen().with_context(|| format!("cannot serve the console {}", path.display()))
     }
 
-    /// What the guest says, on its way out.
+    /// The guest's words, on their way out.
     pub fn output(&self) -> &Arc<ConsoleOutput> {
         &self.output
     }

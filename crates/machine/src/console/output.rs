@@ -1,4 +1,4 @@
-//! What a guest says on its console, until it may be heard.
+//! The words of a guest on its console, until they may be heard.
 //!
 //! As what it sends (`understudy_network::OutputBuffer`), if that was asked for: bytes of an
 //! epoch leave the daemon, to whoever listens and to the console's log, when the epoch is on the
@@ -14,17 +14,18 @@ use understudy_threads::{Mutex, lock};
 
 pub(super) const AT_ONCE: usize = 4096;
 
-/// Over so much, waiting for a commit or to be heard, no more is read, and the guest's port waits. In lockstep the bounds
-/// of the log come first: a byte that is said is an event of several.
+/// The bytes, waiting for a commit or to be heard, above which no more is read, and the guest's
+/// port waits. In lockstep the bounds of the log come first: a byte that is said is an event of
+/// several.
 pub(super) const MOST_BYTES: usize = 4 << 20;
 
-/// Called when the first bytes of an epoch wait.
+/// Callback, called when the first bytes of an epoch wait.
 pub type Waiting = Box<dyn Fn() + Send + Sync>;
 
 /// The way of a guest's words out of the daemon. Nothing here waits.
 pub struct ConsoleOutput {
     output: Mutex<Output>,
-    /// There may be something to take, or room.
+    /// Event that there may be something to take, or room.
     changed: EventFd,
     waiting: Waiting,
 }
@@ -56,7 +57,7 @@ impl ConsoleOutput {
         self.ring();
     }
 
-    /// What was read until now belongs to the epoch that ends, what was not to `next`: for
+    /// Puts what was read until now into the epoch that ends, and what was not into `next`: for
     /// batches of a log. Words that belong to a later one than they could wait longer.
     pub fn barrier(&self, next: Epoch) {
         lock(&self.output).buffer.barrier(next);
@@ -81,7 +82,7 @@ impl ConsoleOutput {
         }
     }
 
-    /// This host is the sole owner: all may be heard, from now on at once.
+    /// Opens it, as this host is the sole owner: all may be heard, from now on at once.
     pub fn open(&self) {
         lock(&self.output).buffer.open();
         self.ring();
@@ -92,13 +93,13 @@ impl ConsoleOutput {
         lock(&self.output).buffer.shut();
     }
 
-    /// What the guest said on its former host, before it runs here.
+    /// Says what the guest said on its former host, before it runs here.
     pub fn say(&self, words: &[u8]) {
         lock(&self.output).buffer.push_always(words);
         self.ring();
     }
 
-    /// What waits for the commit of this epoch.
+    /// The bytes that wait for the commit of this epoch.
     pub fn held_of(&self, epoch: Epoch) -> Vec<u8> {
         lock(&self.output).buffer.held_of(epoch).collect::<Vec<_>>().concat()
     }
@@ -163,7 +164,7 @@ impl Output {
         self.buffer.bytes() < MOST_BYTES
     }
 
-    /// None if QEMU has ended.
+    /// Takes what QEMU sent; none if it has ended.
     fn take(&mut self) -> io::Result<Option<Pushed>> {
         let mut words = [0; AT_ONCE];
         match self.qemu.read(&mut words) {

@@ -1,4 +1,4 @@
-//! What stands between QEMU and whoever is connected to a console, while somebody speaks. A log on
+//! The relay between QEMU and whoever is connected to a console, while somebody speaks. A log on
 //! a slow disk and a client that takes nothing hold it up.
 
 use super::PATIENCE;
@@ -21,15 +21,15 @@ pub(crate) struct Relay {
     pub output: Arc<ConsoleOutput>,
     pub qemu: UnixStream,
     pub listener: UnixListener,
-    /// One at a time; others wait to be accepted.
+    /// The client, one at a time; others wait to be accepted.
     pub client: Option<UnixStream>,
-    /// What the client sent and QEMU has not taken.
+    /// Bytes that the client sent and QEMU has not taken.
     pub typed: Vec<u8>,
     /// All that may be heard; none after it could not be written to.
     pub log: Option<ConsoleLog>,
 }
 
-/// What there is to do.
+/// The work that there is to do.
 struct Turn {
     stop: bool,
     qemu: bool,
@@ -59,13 +59,13 @@ impl Relay {
         }
     }
 
-    /// Nothing is taken from QEMU any more; what is there already is.
+    /// Ends it: nothing is taken from QEMU any more, except what is there already.
     pub fn end(mut self) {
         self.output.take_rest();
         self.show();
     }
 
-    /// Where somebody speaks when there is something: QEMU, the output, and a client.
+    /// The descriptors at which to wait: QEMU, the output, and a client.
     pub fn waits_for(&self) -> [(BorrowedFd<'_>, PollFlags); 3] {
         let mut of_qemu = PollFlags::empty();
         of_qemu.set(PollFlags::POLLIN, self.output.has_room());

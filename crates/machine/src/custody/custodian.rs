@@ -46,12 +46,12 @@ struct Custodian {
     /// QEMU's pidfd comes first.
     descriptors: Vec<OwnedFd>,
     listener: UnixListener,
-    /// Since when the guest has stood still.
+    /// Time since which the guest has stood still.
     still: Option<Instant>,
 }
 
 impl Custodian {
-    /// Until it is told to end, or QEMU has ended.
+    /// Keeps everything until it is told to end, or QEMU has ended.
     fn keep(mut self, mut daemon: UnixStream) -> anyhow::Result<()> {
         daemon.write_all(&[READY])?;
         while self.attend(&daemon)? {

@@ -46,29 +46,29 @@ use tracing::warn;
 
 /// The socket of the custodian of a VM that is being restored, in the VM's directory.
 pub const OF_RESTORE: &str = "custodian";
-/// That of a VM whose keeper is being replaced.
+/// Socket of the custodian of a VM whose keeper is being replaced.
 pub const OF_KEEPER: &str = "custodian.keeper";
 
-/// It only has to start, or to answer.
+/// Time for a custodian, which only has to start, or to answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// From the custodian: it has everything, or has done what it was told.
+/// Answer of the custodian: it has everything, or has done what it was told.
 const READY: u8 = b'r';
-/// To it: the guest is to stand still from now on.
+/// Order to it: the guest is to stand still from now on.
 const STOP: u8 = b's';
-/// To it: the guest does not stand still any more.
+/// Order to it: the guest does not stand still any more.
 const GOES_ON: u8 = b'g';
-/// To it: nothing is to be kept any more.
+/// Order to it: nothing is to be kept any more.
 const END: u8 = b'e';
 
-/// What goes with the descriptors, of which the first is QEMU's pidfd.
+/// The note that goes with the descriptors, of which the first is QEMU's pidfd.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Estate {
-    /// Where the custodian listens.
+    /// Path of the socket where the custodian listens.
     socket: PathBuf,
-    /// What a daemon must know to go on; the custodian does not look into it.
+    /// Note of what a daemon must know to go on; the custodian does not look into it.
     pub note: Value,
-    /// For how long the guest has stood still, in milliseconds.
+    /// Time for which the guest has stood still, in milliseconds.
     pub still_ms: u64,
 }
 
@@ -76,7 +76,7 @@ pub struct Estate {
 /// death, or by [`Custody::leave`], it is cut without that.
 pub struct Custody {
     custodian: UnixStream,
-    /// None if a former daemon has started it.
+    /// The process; none if a former daemon has started it.
     child: Option<Child>,
     is_left: bool,
 }
@@ -117,6 +117,13 @@ impl Custody {
             return Err(NotUnderstood("it keeps no QEMU".to_owned()).into());
         }
         Ok((Custody { custodian, child: None, is_left: false }, estate, descriptors))
+    }
+
+    /// Has a custodian end, and its QEMU with it, whatever it keeps.
+    pub fn end(socket: &Path) -> anyhow::Result<()> {
+        let custodian = UnixStream::connect(socket)?;
+        drop(Custody { custodian, child: None, is_left: false });
+        Ok(())
     }
 
     /// Has the guest stand still from now on; the next one hears for how long it did.

@@ -7,7 +7,7 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use understudy_memory::receive_with_descriptors;
 
-/// As many as the kernel passes with one message.
+/// The most descriptors that the kernel passes with one message.
 const MOST_DESCRIPTORS: usize = 253;
 /// A definition and a few numbers; what is longer is not ours.
 const MOST_BYTES: u64 = 16 << 20;
@@ -25,7 +25,7 @@ pub fn send(stream: &UnixStream, text: &[u8], descriptors: &[OwnedFd]) -> io::Re
     stream.write_all(text)
 }
 
-/// What the other end has sent.
+/// Receives what the other end has sent.
 pub fn receive(stream: &UnixStream) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
     let mut length = [0; 8];
     let mut control = cmsg_space!([RawFd; MOST_DESCRIPTORS]);

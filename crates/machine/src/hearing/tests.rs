@@ -102,7 +102,7 @@ fn whoever_has_been_quiet_is_heard_again() {
     stage.await_event(&VmEvent::Stopped);
 }
 
-/// What a host does about an event may be to end the machine.
+/// A host may end the machine because of an event.
 #[test]
 fn an_event_may_be_the_end() {
     let (ours, mut monitor) = UnixStream::pair().unwrap();

@@ -1,5 +1,6 @@
-//! What a pause through the monitor has to see to itself: `stop` and `xen-save-devices-state` have the disks' formats
-//! write what they keep back, and say nothing if that fails. The backup's guest would not find what it wrote.
+//! The check that a pause through the monitor has to make itself: `stop` and
+//! `xen-save-devices-state` have the disks' formats write what they keep back, and say nothing if
+//! that fails. The backup's guest would not find what it wrote.
 
 use crate::Machine;
 use anyhow::ensure;
@@ -10,7 +11,8 @@ use understudy_disk::Disk;
 pub(crate) struct WrittenBack(Vec<(Arc<Disk>, u64)>);
 
 impl WrittenBack {
-    /// To be called before the guest is stopped. None for a machine whose formats keep nothing back.
+    /// Notes earlier failures, before the guest is stopped. None for a machine whose formats keep
+    /// nothing back.
     pub fn expect(machine: &Machine) -> Option<WrittenBack> {
         let before = |disk: Arc<Disk>| {
             let failures = disk.failures();
@@ -20,8 +22,8 @@ impl WrittenBack {
         machine.definition().keeps_writes_back().then(|| WrittenBack(disks()))
     }
 
-    /// To be called when the state is saved. A request of the guest's own may have failed as well; then, too, the guest
-    /// is better off where its disk is sound.
+    /// Checks, once the state is saved, that no more failed. A request of the guest's own may have
+    /// failed as well; then, too, the guest is better off where its disk is sound.
     pub fn check(&self) -> anyhow::Result<()> {
         for (disk, before) in &self.0 {
             ensure!(

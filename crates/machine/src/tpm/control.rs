@@ -1,4 +1,5 @@
-//! What swtpm is told over its control connection (swtpm's `tpm_ioctl.h`) before QEMU has that.
+//! The commands that swtpm gets over its control connection (swtpm's `tpm_ioctl.h`) before QEMU has
+//! that.
 
 use anyhow::{Context, ensure};
 use std::io::{Read, Write};
@@ -8,7 +9,7 @@ use std::time::Duration;
 const SET_STATE_BLOB: u32 = 0x0d;
 /// The part of the state that outlives a power-off.
 const PERMANENT: u32 = 1;
-/// It has just been started.
+/// Time for swtpm, which has just been started, to answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Has a swtpm that was not initialised yet begin with this state, as swtpm itself once gave it.

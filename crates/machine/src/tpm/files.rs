@@ -1,4 +1,4 @@
-//! Where a TPM's state lies in the VM's directory. There is no moment at which no file has it.
+//! The files of a TPM's state in the VM's directory. There is no moment at which no file has it.
 //!
 //! While the guest runs here swtpm writes its own file, and no other counts. Two may lie beside it,
 //! and count before it, for then it is no state of the guest's, or may not be whole: what a backup
@@ -14,19 +14,19 @@ use understudy_qemu::user::{self, User};
 
 /// The directory of swtpm's files, in the VM's.
 const DIRECTORY: &str = "tpm";
-/// What outlives a power-off, among them.
+/// The file of what outlives a power-off, among them.
 const STATE: &str = "tpm2-00.permall";
 /// The same, kept beside that directory.
 const KEPT: &str = "tpm.kept";
-/// What a backup has mirrored.
+/// The file of what a backup has mirrored.
 const MIRROR: &str = "tpm.mirror";
 
-/// Where the state may be on a host.
+/// The places where the state may be on a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TpmStateAt {
     /// The guest ran there.
     Own,
-    /// It was backed up there: what is swtpm's own is none of the guest's.
+    /// The state was backed up there: what is swtpm's own is none of the guest's.
     Mirror,
 }
 
@@ -93,7 +93,7 @@ fn keep(run_dir: &Path) -> io::Result<()> {
     replace(run_dir, KEPT, &fs::read(own)?)
 }
 
-/// What swtpm has written is the state from now on.
+/// Makes what swtpm has written the state from now on.
 pub(super) fn settle(run_dir: &Path) -> anyhow::Result<()> {
     let own = own(run_dir);
     File::open(&own).and_then(|file| file.sync_all()).with_context(|| own.display().to_string())?;

@@ -14,7 +14,7 @@ const EPOCH: &[u8] = b"epoch ";
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Mirrored {
     pub epoch: Epoch,
-    /// As swtpm gave it to QEMU.
+    /// The state as swtpm gave it to QEMU.
     pub state: Vec<u8>,
 }
 
@@ -52,7 +52,7 @@ impl Mirrored {
 pub struct TpmMirror {
     /// The VM's.
     run_dir: PathBuf,
-    /// What the file holds, once this session has written it.
+    /// The state that the file holds, once this session has written it.
     state: Vec<u8>,
 }
 

@@ -26,7 +26,7 @@ use understudy_qemu::user::User;
 use understudy_qemu::{Qemu, Role};
 
 const PROGRAM: &str = "swtpm";
-/// For the end of a swtpm whose QEMU has ended: it may be writing.
+/// Time for the end of a swtpm whose QEMU has ended: it may be writing.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// A swtpm, which ends when its QEMU does.

@@ -70,18 +70,18 @@ nix::ioctl_readwrite!(uffdio_copy, 0xAA, 0x03, UffdioCopy);
 nix::ioctl_readwrite!(uffdio_zeropage, 0xAA, 0x04, UffdioZeropage);
 nix::ioctl_readwrite!(uffdio_continue, 0xAA, 0x07, UffdioContinue);
 
-/// What a range is registered for.
+/// The events that a range is registered for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Told {
-    /// Of writes to protected pages.
+    /// Writes to protected pages.
     Writes,
-    /// Of these, and of accesses to pages with content that QEMU has not mapped.
+    /// Writes to protected pages, and accesses to pages with content that QEMU has not mapped.
     WritesAndAccesses,
-    /// Of accesses to pages without content.
+    /// Accesses to pages without content.
     Missing,
 }
 
-/// What a thread of QEMU waits for.
+/// The access that a thread of QEMU waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
     /// Write to a protected page.
@@ -95,7 +95,7 @@ pub(crate) enum Access {
 /// A thread of QEMU that waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Fault {
-    /// Where; the start of a page.
+    /// Address of the fault; the start of a page.
     pub address: u64,
     pub access: Access,
 }
@@ -120,7 +120,7 @@ impl FaultDescriptor {
         Ok(FaultDescriptor { fd, in_use: AtomicBool::new(false) })
     }
 
-    /// One that another process has made so.
+    /// Adopts one that another process has made so.
     pub(crate) fn adopt(fd: OwnedFd) -> FaultDescriptor {
         FaultDescriptor { fd, in_use: AtomicBool::new(false) }
     }
@@ -129,7 +129,7 @@ impl FaultDescriptor {
         self.fd.try_clone()
     }
 
-    /// Of this process, for tests.
+    /// A descriptor of this process, for tests.
     #[cfg(test)]
     pub(crate) fn of_this_process() -> FaultDescriptor {
         let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
@@ -152,7 +152,7 @@ impl FaultDescriptor {
         self.in_use.store(false, Ordering::Release);
     }
 
-    /// To wait for faults.
+    /// The descriptor, to wait for faults.
     pub(crate) fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }

@@ -1,4 +1,4 @@
-//! Being told of faults in QEMU's memory: the synchronous kind of userfaultfd, in which whoever
+//! The reporting of faults in QEMU's memory: the synchronous kind of userfaultfd, in which whoever
 //! touches a page waits until it is answered. Snapshots and restores take it; checkpoints have
 //! the other kind ([`crate::Userfaultfd`]), and a range of memory has one kind at a time.
 

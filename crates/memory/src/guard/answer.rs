@@ -1,4 +1,4 @@
-//! What is done about a fault.
+//! The answer to a fault.
 
 use super::bitmap::WORD_PAGES;
 use super::{PageCopy, Shared, State, error};

@@ -15,7 +15,7 @@ impl PageBitmap {
         PageBitmap((0..pages.div_ceil(WORD_PAGES)).map(|_| AtomicU64::new(0)).collect())
     }
 
-    /// How many words there are.
+    /// The number of words.
     pub fn words(&self) -> usize {
         self.0.len()
     }
@@ -74,7 +74,7 @@ impl PageBitmap {
         }
     }
 
-    /// How many pages there are.
+    /// The number of pages in it.
     pub fn count(&self) -> u64 {
         self.0.iter().map(|word| u64::from(word.load(SeqCst).count_ones())).sum()
     }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 use understudy_protocol::{PAGE_SIZE, PageIndex};
 
-/// What is wanted of a cut.
+/// The request for a cut.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CaptureRequest {
     /// All content, not only what may have been written since the last cut.
@@ -45,7 +45,7 @@ pub struct CopiedPages {
 pub struct Cut {
     guard: Arc<Guard>,
     request: CaptureRequest,
-    /// What it saves.
+    /// The pages that it saves.
     changed: PageBitmap,
     /// The next word of pages to copy.
     next: usize,
@@ -131,7 +131,7 @@ impl Cut {
         self.changed.get(page.0)
     }
 
-    /// How many pages it saves.
+    /// The number of pages that it saves.
     pub fn changed(&self) -> u64 {
         self.changed.count()
     }
@@ -164,7 +164,7 @@ impl Cut {
         self.is_committed = true;
     }
 
-    /// What was asked for.
+    /// The request for it.
     pub fn request(&self) -> CaptureRequest {
         self.request
     }
@@ -223,7 +223,7 @@ fn copy_word(shared: &Shared, word: usize) -> Result<Vec<PageCopy>, MemoryError>
 }
 
 impl Shared {
-    /// Only writes are told of any more.
+    /// Has only writes reported from now on.
     pub(super) fn stop_accesses(&self) {
         if let Err(error) = self.register(Told::Writes) {
             tracing::debug!("end of a trace: {error}");

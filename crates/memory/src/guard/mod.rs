@@ -65,18 +65,18 @@ struct Shared {
     pending: PageBitmap,
     /// The word of `pending` that [`Cut::copy_some`] is copying.
     copying: AtomicUsize,
-    /// Held while a fault is answered, and while the cut is taken.
+    /// State, locked while a fault is answered, and while the cut is taken.
     state: Mutex<State>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// What faults have copied.
+    /// Pages that faults have copied.
     copies: Vec<PageCopy>,
     trace: Option<Trace>,
     sample: Option<sample::Watched>,
     has_cut: bool,
-    /// Why no cut can be had any more.
+    /// The reason why no cut can be had any more.
     failed: Option<MemoryError>,
 }
 
@@ -124,7 +124,7 @@ impl Guard {
         Sample::begin(self, pages)
     }
 
-    /// How many pages may have been written since the last cut.
+    /// The number of pages that may have been written since the last cut.
     pub fn written(&self) -> u64 {
         self.shared.written.count()
     }
@@ -188,7 +188,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Where pages are in QEMU.
+    /// The addresses of pages in QEMU.
     fn pages(&self, first: u64, count: u64) -> AddressRange {
         let page = PAGE_SIZE as u64;
         AddressRange { start: self.range.start + first * page, bytes: count * page }

@@ -1,4 +1,4 @@
-//! Which pages are accessed first after a cut.
+//! The trace of the pages that are accessed first after a cut.
 
 use super::bitmap::{PageBitmap, WORD_PAGES, joined, runs};
 use understudy_protocol::PageIndex;
@@ -11,14 +11,15 @@ const GAP: u64 = 32;
 pub struct FirstAccess {
     /// The page.
     pub page: PageIndex,
-    /// What was in it at the cut.
+    /// The content of the page at the cut.
     pub content: Option<Box<[u8]>>,
 }
 
 /// Notes accesses while it lives.
 #[derive(Debug)]
 pub(super) struct Trace {
-    /// Before the cut: pages that are mapped again. After it: pages that were accessed.
+    /// Two sets in turn: before the cut, pages that are mapped again. After it: pages that were
+    /// accessed.
     touched: PageBitmap,
     limit: usize,
     order: Vec<FirstAccess>,

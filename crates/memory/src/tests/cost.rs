@@ -1,4 +1,4 @@
-//! What scans and captures cost on this machine. Not a test of anything: run it with
+//! The cost of scans and captures on this machine. Not a test of anything: run it with
 //! `cargo test --release -p understudy-memory -- --ignored --nocapture cost`.
 
 use super::*;

@@ -266,7 +266,7 @@ fn watched_pages_tell_of_accesses() {
     assert!(guard.arm(EVERYTHING).is_ok());
 }
 
-/// Whatever is given up, and whenever, the guest runs on at full speed.
+/// The guest runs on at full speed, whatever is given up, and whenever.
 #[test]
 fn a_snapshot_that_is_given_up_leaves_no_page_armed_and_nobody_waiting() {
     for phase in 0..6 {
@@ -320,7 +320,7 @@ fn memory_has_one_kind_of_watching_at_a_time() {
     attach().unwrap();
 }
 
-/// What the guest reads of its disk is written by a system call of QEMU.
+/// Data that the guest reads from its disk are written by a system call of QEMU.
 #[test]
 fn a_system_call_that_writes_a_protected_page_waits_too() {
     let guest = Guest::new(512);

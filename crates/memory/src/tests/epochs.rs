@@ -1,4 +1,4 @@
-//! What is found, copied and rebuilt.
+//! Tests of what is found, copied and rebuilt.
 
 use super::*;
 use crate::mapping::PrivateMapping;

@@ -30,7 +30,7 @@ fn apply_page(guest: &Guest, image: &StillImage, block: u16, page: u64, epoch: u
     }
 }
 
-/// What a reader gets, each page once.
+/// Reads what a reader gets, each page once.
 fn read(image: &StillImage, mut between: impl FnMut()) -> BTreeMap<(u16, u64), Vec<u8>> {
     let mut all = BTreeMap::new();
     while let Some(pages) = image.copy_some().unwrap() {

@@ -1,4 +1,4 @@
-//! What a warm pause must not do: allocate, or fault memory in.
+//! Tests of what a warm pause must not do: allocate, or fault memory in.
 
 use super::*;
 use nix::sys::resource::{UsageWho, getrusage};

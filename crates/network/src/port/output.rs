@@ -1,4 +1,5 @@
-//! What a port's guest sends, on its way out: held, released, let out at once, or never.
+//! The frames that a port's guest sends, on their way out: held, released, let out at once, or
+//! never.
 
 use super::Port;
 use crate::limit::Limit;
@@ -93,9 +94,8 @@ impl Port {
         self.shared.flush();
     }
 
-    /// This host is the sole owner by the arbiter's word: sends what is held,
-    /// and lets all later output pass at once. A [`Switch`](crate::Switch) is
-    /// left: all frames go over the bridge.
+    /// Sends what is held, as this host is the sole owner by the arbiter's word, and lets all later
+    /// output pass at once. A [`Switch`](crate::Switch) is left: all frames go over the bridge.
     pub fn open_gate(&self) {
         let mut outbound = self.shared.outbound();
         outbound.seat = None;
@@ -105,7 +105,7 @@ impl Port {
         self.shared.flush();
     }
 
-    /// This host is fenced: once this returns nothing leaves through this port
+    /// Shuts the port of a fenced host: once this returns nothing leaves through this port
     /// any more, for good.
     pub fn shut(&self) {
         let mut outbound = self.shared.outbound();

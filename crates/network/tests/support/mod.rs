@@ -38,7 +38,8 @@ pub fn in_namespace(body: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// Before any interface is there: with IPv6 the kernel looks for routers and neighbours on it.
+/// Disables IPv6 before any interface is there: with IPv6 the kernel looks for routers and
+/// neighbours on it.
 fn without_ipv6() {
     for scope in ["all", "default"] {
         let switch = format!("/proc/sys/net/ipv6/conf/{scope}/disable_ipv6");
@@ -84,7 +85,7 @@ pub fn open(live: bool) -> Port {
     Port::open(config(live), Arc::new(|| {})).unwrap()
 }
 
-/// When a release is known that does not go out of date, however long a busy machine runs
+/// The time of a release that does not go out of date, however long a busy machine runs
 /// something else before it writes the frames.
 pub fn fresh() -> Instant {
     Instant::now() + DEADLINE
@@ -101,7 +102,7 @@ pub fn frame(from: MacAddress, text: &str) -> Vec<u8> {
 
 /// The header of a frame about which nothing is left to do.
 pub const PLAIN: [u8; HEADER_BYTES] = [0; HEADER_BYTES];
-/// What the driver of a Linux guest offers.
+/// The offloads that the driver of a Linux guest offers.
 pub const ALL_OFFLOADS: u32 = 0x0f;
 /// TCP payload of each frame that a long segment is cut into.
 pub const CUT_BYTES: usize = 1448;
@@ -155,7 +156,7 @@ pub fn tcp_payload(frame: &[u8]) -> Option<Vec<u8>> {
 /// QEMU's end of the socket.
 pub struct FakeQemu {
     socket: OwnedFd,
-    /// As a QEMU that has just started has it.
+    /// The header's length in a QEMU that has just started.
     header_bytes: usize,
 }
 

@@ -183,7 +183,7 @@ fn an_answer_that_took_longer_than_the_lease_lets_nothing_go_on() {
     }
 }
 
-/// Before, the sound guest was ended when its backup had won the VM and could not, or did not, run it.
+/// The sound guest was once ended when its backup had won the VM and could not, or did not, run it.
 #[test]
 fn what_its_backup_has_won_the_session_finds_out() {
     let moved = |to: &str| {

@@ -16,7 +16,8 @@ pub struct Renewal {
 }
 
 impl Renewal {
-    /// How long it must not have changed: the owner's clock may be slower than the asker's.
+    /// The time for which it must not have changed: the owner's clock may be slower than the
+    /// asker's.
     pub fn patience(&self) -> Duration {
         let length = Duration::from_millis(self.length_ms);
         if planted!(ClocksAgree) {
@@ -26,12 +27,12 @@ impl Renewal {
     }
 }
 
-/// What a look at the renewals tells.
+/// The sight of a lease in a look at the renewals.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LeaseSight {
-    /// There is no lease.
+    /// No lease is there.
     None,
-    /// Nothing has changed yet, and must not for so long.
+    /// The renewal has not changed yet, and must not for so long.
     Wait(Duration),
     /// Its owner lets nothing out any more.
     Over(Renewal),

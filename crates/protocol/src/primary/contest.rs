@@ -1,12 +1,13 @@
-//! Who may go on with the VM: the primary asks the arbiter. One that has lost keeps its guest until
-//! another host runs it: the winner may turn out not to be able to, and hands the VM back.
+//! The contest of who may go on with the VM: the primary asks the arbiter. One that has lost keeps
+//! its guest until another host runs it: the winner may turn out not to be able to, and hands the
+//! VM back.
 
 use super::{Primary, PrimaryAction, PrimaryPhase};
 use crate::delivery::Late;
 use crate::{Generation, Ownership, Time, Verdict};
 use std::time::Duration;
 
-/// How long to wait before the arbiter is asked again.
+/// Time to wait before the arbiter is asked again.
 const ARBITER_RETRY: Duration = Duration::from_millis(200);
 
 impl Primary {
@@ -77,7 +78,8 @@ impl Primary {
         self.alone(reason, actions);
     }
 
-    /// Whoever has just won may hand the VM back; if more has happened since, somebody has run it.
+    /// Handles a lost contest. The winner may hand the VM back if it has just won; if more has
+    /// happened since, somebody has run it.
     fn lost(
         &mut self,
         now: Time,

@@ -1,10 +1,10 @@
-//! What happens to a primary, what it must do, and where it stands.
+//! The words of a primary: its events, its actions and its phases.
 
 use crate::{Epoch, Generation, Headway, Verdict};
 use std::fmt;
 use std::time::Duration;
 
-/// What happens to the primary.
+/// An event that happens to the primary.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PrimaryEvent {
     /// A checkpoint placed its barrier: the running epoch is closed.
@@ -15,7 +15,7 @@ pub enum PrimaryEvent {
     Heard,
     /// The connection to the backup ended, or the backup refused to go on.
     PeerGone(String),
-    /// So much has got to the backup by now.
+    /// Headway: so much has got to the backup by now.
     Headway(Headway),
     /// Time has passed.
     Tick,
@@ -30,6 +30,8 @@ pub enum PrimaryEvent {
     /// No checkpoint can be taken any more, for this reason, although QEMU lives: whoever cannot
     /// save its guest is not the one to go on with it.
     CannotCapture(String),
+    /// The backup lives, and another host is to be the backup instead, for this reason.
+    Replace(String),
     /// The operator wants no more protection.
     Unprotect,
     /// The backup forgot the VM, after [`PrimaryAction::StandDown`].
@@ -40,12 +42,12 @@ pub enum PrimaryEvent {
     GuestDied(String),
 }
 
-/// What the primary must do, in this order.
+/// An action that the primary must take, in this order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PrimaryAction {
     /// Let out every frame of epochs up to this one.
     Release(Epoch),
-    /// Only with [`Output::Unheld`]: let output go at once, for so long from now on.
+    /// Let output go at once, for so long from now on: only with [`Output::Unheld`].
     Permit(Duration),
     /// Let out everything, from now on at once: this host is the sole owner.
     OpenOutput,
@@ -64,7 +66,7 @@ pub enum PrimaryAction {
     Halt(String),
 }
 
-/// Where the primary stands.
+/// The phase in which the primary is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PrimaryPhase {
     /// First synchronisation; the backup cannot take over yet.
@@ -86,7 +88,7 @@ pub enum PrimaryPhase {
     Halted(String),
 }
 
-/// For people, as the end of a sentence about the VM.
+/// Writes it for people, as the end of a sentence about the VM.
 impl fmt::Display for PrimaryPhase {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

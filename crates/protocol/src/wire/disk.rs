@@ -1,4 +1,4 @@
-//! What a guest writes to its disks, on the wire.
+//! The writes of a guest to its disks, on the wire.
 
 use super::{Message, WireError, u64_at};
 use crate::DiskIndex;
@@ -73,7 +73,7 @@ impl DiskWrite {
         DiskWrite { range, payload }
     }
 
-    /// Where the data belong.
+    /// The range where the data belong.
     pub fn range(&self) -> DiskRange {
         self.range
     }

@@ -1,6 +1,6 @@
-//! What a message is: its number in the header (docs/WIRE.md).
+//! The kind of a message: its number in the header (docs/WIRE.md).
 
-/// What a message is.
+/// The kind of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
@@ -12,7 +12,7 @@ pub enum Kind {
     Refuse = 3,
     /// A piece of a file that the backup needs (kernel, initial RAM disk).
     File = 4,
-    /// Everything that precedes the first synchronisation has been sent.
+    /// All that precedes the first synchronisation has been sent.
     Prepare = 5,
     /// JSON: the backup's QEMU stands ready.
     Ready = 6,
@@ -52,15 +52,15 @@ pub enum Kind {
     /// A batch of QEMU's log, which is an epoch of lockstep mode
     /// (crate `understudy-encoding`).
     Log = 30,
-    /// How far the backup has executed the log ([`LogProgress`]). Lockstep mode.
+    /// The progress of the backup with the log ([`LogProgress`]). Lockstep mode.
     Progress = 31,
     /// The backup's QEMU does not follow the log any more: text, why. Lockstep mode.
     Diverged = 32,
-    /// What disk reads gave that the log of this epoch, or of a later one, tells the ends of
-    /// (crate `understudy-lockstep`). Lockstep mode, before the epoch's [`Kind::Log`].
+    /// The results of disk reads of which the log of this epoch, or of a later one, tells the ends
+    /// of (crate `understudy-lockstep`). Lockstep mode, before the epoch's [`Kind::Log`].
     DiskReads = 33,
-    /// How many writes of the guest, since its log began, each disk of the sender has; of the
-    /// backup's, on stable storage (crate `understudy-lockstep`). Lockstep mode.
+    /// The number of writes of the guest, since its log began, that each disk of the sender has; of
+    /// the backup's, on stable storage (crate `understudy-lockstep`). Lockstep mode.
     Written = 34,
     /// JSON: the primary is about to turn to the other way of keeping up, or is not after all.
     Turn = 35,
@@ -74,7 +74,7 @@ pub enum Kind {
     /// A place of the log, and what the primary has there
     /// (crate `understudy-lockstep`). Lockstep mode, before log from behind that place.
     Compare = 40,
-    /// What differed there (crate `understudy-lockstep`). Lockstep mode.
+    /// The spots that differed there (crate `understudy-lockstep`). Lockstep mode.
     Compared = 41,
     /// The backup has diverged, as comparisons show: text, why. Lockstep mode.
     Condemn = 42,
@@ -96,7 +96,7 @@ pub enum Kind {
     Frames = 50,
     /// JSON: which members of a cluster run on the sender's host, with their cards.
     Presence = 51,
-    /// What the guest said on its console in this epoch, and that waits for its commit. Only
+    /// The words of the guest on its console in this epoch that wait for its commit. Only
     /// where that was asked for; in lockstep the backup's guest says it itself.
     Console = 52,
     /// JSON: a medium that is about to be put into a CD-ROM drive of the VM; the backup looks

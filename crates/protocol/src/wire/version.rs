@@ -24,7 +24,7 @@ pub const LEAST_WIRE_VERSION: WireVersion = 17;
 /// The first version in which the answer names the one that is used.
 pub const FIRST_NEGOTIATED: WireVersion = 18;
 
-/// What this release speaks.
+/// The versions that this release speaks.
 pub const SPOKEN: Spoken = Spoken { least: LEAST_WIRE_VERSION, highest: WIRE_VERSION };
 
 #[cfg(test)]

@@ -24,7 +24,7 @@ pub const fn ide_slots(q35: bool) -> usize {
     if q35 { AHCI_SLOTS } else { 4 }
 }
 
-/// For so long requests wait for a disk's server: for good, and no more than QEMU can count.
+/// Time for which requests wait for a disk's server: for good, and no more than QEMU can count.
 pub(crate) const RECONNECT_SECONDS: u32 = 1 << 30;
 
 /// The machine's options for its flash memory: the firmware's code, and its variables.
@@ -37,7 +37,7 @@ pub(super) fn flash(vm: &VmDefinition, files: &BootFiles) -> String {
     }
 }
 
-/// What is taken on the buses that share their places.
+/// The places taken on the buses that share theirs.
 #[derive(Default)]
 struct Buses {
     virtio: usize,

@@ -1,4 +1,4 @@
-//! Which QEMU arguments a user may add.
+//! The QEMU arguments that a user may add.
 //!
 //! A list of what is allowed, not of what is refused: a disk, card or character
 //! device that Understudy does not know of would be lost at a fail-over, or

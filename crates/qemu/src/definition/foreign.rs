@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 
-/// Below this there can be nothing.
+/// A path below which there can be nothing.
 const NOWHERE: &str = "/dev/null";
 
 /// A definition whose paths are another host's: it reads as one whose files are nowhere.
@@ -26,7 +26,7 @@ pub enum BootFilesDiffer {
     /// The definition names one that did not come.
     #[error("the definition names the file of another host for \"{0}\", and no file comes for it")]
     Absent(&'static str),
-    /// One came that the definition does not name.
+    /// A file came that the definition does not name.
     #[error("a file comes for \"{0}\", which the definition does not have")]
     Unnamed(&'static str),
 }
@@ -66,8 +66,9 @@ impl Deref for ForeignDefinition {
 }
 
 impl ForeignDefinition {
-    /// Where the other host has what the guest boots from. Here another file may be there, which is nobody's business:
-    /// only one that is known to have the same in it may be used.
+    /// The paths at which the other host has what the guest boots from. Here another file may be
+    /// there, which is nobody's business: only one that is known to have the same in it may be
+    /// used.
     pub fn boot_there(&self) -> &BootFiles {
         &self.there
     }
@@ -134,7 +135,7 @@ mod tests {
         boot.into_iter().chain([&definition.tpm_state]).flatten().chain(disks).cloned().collect()
     }
 
-    /// They were opened here, as root, and the guest of whoever had named them read them.
+    /// The files were once opened here, as root, and the guest of whoever had named them read them.
     #[test]
     fn what_another_host_names_is_nothing_here() {
         let foreign = of(|definition| {

@@ -11,7 +11,7 @@ const GRANULE: u64 = 2 * MIB;
 
 const SMALLEST: u64 = 64 * MIB;
 
-/// More than any host has; keeps sums of sizes far from overflowing.
+/// A size larger than any host has; keeps sums of sizes far from overflowing.
 const LARGEST: u64 = 1 << 44;
 
 /// Size of a guest's main memory: 64 MiB to 16 TiB, a multiple of 2 MiB.

@@ -1,4 +1,4 @@
-//! From TOML to a [`VmDefinition`], with errors that say where.
+//! The way from TOML to a [`VmDefinition`], with errors that say where.
 
 use super::{Problem, VmDefinition};
 use std::fmt;
@@ -6,12 +6,12 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use toml::de::{DeTable, DeValue};
 
-/// Everything that is wrong with a definition file.
+/// All that is wrong with a definition file.
 #[derive(Clone, Debug)]
 pub struct DefinitionError {
     /// The file.
     pub file: PathBuf,
-    /// What is wrong; at least one entry.
+    /// The problems; at least one entry.
     pub problems: Vec<LocatedProblem>,
 }
 
@@ -20,7 +20,7 @@ pub struct DefinitionError {
 pub struct LocatedProblem {
     /// Line in the file, from 1.
     pub line: Option<usize>,
-    /// What is wrong.
+    /// The problem.
     pub problem: Problem,
 }
 
@@ -140,7 +140,7 @@ fn field_at(table: &DeTable<'_>, part: &Range<usize>) -> Option<String> {
     None
 }
 
-/// Where a field like `disk[0].path` is; where its table is, if the field is absent.
+/// The offset at which a field like `disk[0].path` is; where its table is, if the field is absent.
 fn offset_of(table: &DeTable<'_>, field: &str) -> Option<usize> {
     let (first, rest) = field.split_once('.').unwrap_or((field, ""));
     let (name, index) = match first.strip_suffix(']').and_then(|f| f.split_once('[')) {

@@ -1,4 +1,4 @@
-//! Where a device is on the guest's PCI buses: its guest may have named it after that.
+//! The place of a device on the guest's PCI buses: its guest may have named it after that.
 
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -35,7 +35,7 @@ impl PciPlace {
         &self.bus
     }
 
-    /// As QEMU's options have it.
+    /// The place as QEMU's options have it.
     pub fn options(&self) -> String {
         format!("bus={},addr={:#04x}.{:#x}", self.bus, self.slot, self.function)
     }

@@ -1,4 +1,4 @@
-//! What a definition must satisfy beyond its types.
+//! The conditions that a definition must satisfy beyond its types.
 
 use super::extra_args::{check_extra_args, has_display, split};
 use super::{CardModel, DiskBus, DiskDefinition, DiskFormat, VmDefinition};
@@ -8,9 +8,9 @@ use std::fmt;
 use std::path::Path;
 use understudy_network::{FIRST_VLAN, LAST_VLAN};
 
-/// What every network must carry.
+/// The MTU that every network must carry.
 const SMALLEST_MTU: u16 = 68;
-/// What virtio-blk and ATA have room for.
+/// The length that virtio-blk and ATA have room for.
 const LONGEST_SERIAL: usize = 20;
 
 /// One thing that is wrong with a definition.
@@ -18,7 +18,7 @@ const LONGEST_SERIAL: usize = 20;
 pub struct Problem {
     /// The field, like `disk[0].path`; empty when it is none in particular.
     pub field: String,
-    /// What is wrong with it and what is allowed.
+    /// The text about what is wrong with it and what is allowed.
     pub message: String,
 }
 
@@ -39,7 +39,7 @@ impl fmt::Display for Problem {
 }
 
 impl VmDefinition {
-    /// Everything wrong that can be told without looking at this host. A host
+    /// All that is wrong that can be told without looking at this host. A host
     /// that gets a definition from its peer calls this too.
     pub fn validate(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
@@ -243,7 +243,7 @@ impl VmDefinition {
     }
 }
 
-/// What a disk by itself must be.
+/// Checks what a disk by itself must be.
 fn check_disk(n: usize, disk: &DiskDefinition, problems: &mut Vec<Problem>) {
     let mut say = |field: &str, message: &str| {
         problems.push(Problem::new(format!("disk[{n}].{field}"), message));

@@ -14,7 +14,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 use understudy_agent_protocol::{Answer, DirtyArea, PausePage, area_bytes};
 
-/// This process's mapping of a page, and of the dirty log behind it.
+/// The mapping of a page in this process, and of the dirty log behind it.
 #[derive(Debug)]
 pub(super) struct Page {
     map: NonNull<PausePage>,
@@ -28,7 +28,7 @@ unsafe impl Send for Page {}
 unsafe impl Sync for Page {}
 
 impl Page {
-    /// What a page takes with the log of these blocks.
+    /// The bytes that a page takes with the log of these blocks.
     pub fn bytes(blocks: &[LoggedBlock]) -> NonZeroUsize {
         let pages: Vec<u64> = blocks.iter().map(|block| block.pages).collect();
         let page = NonZeroUsize::new(PausePage::BYTES).expect("a page has bytes");
@@ -52,7 +52,7 @@ impl Page {
         Ok(page)
     }
 
-    /// One that was created, of this size.
+    /// Maps one that was created, of this size.
     pub fn of(memfd: OwnedFd, bytes: NonZeroUsize) -> Result<Page, PauseError> {
         if fstat(&memfd)?.st_size != bytes.get() as i64 {
             return Err(io::Error::other("the page of pauses is that of another machine").into());
@@ -74,7 +74,7 @@ impl Page {
         area.expect("the page was made with room for the table")
     }
 
-    /// Where the time of the last pause went, as QEMU's side saw it.
+    /// Traces where the time of the last pause went, as QEMU's side saw it.
     pub fn trace(&self) {
         let stamp = |answer: Answer| self.stamps[answer as usize].load(Ordering::Relaxed);
         let micros = |from, to| stamp(to).saturating_sub(stamp(from)) / 1000;

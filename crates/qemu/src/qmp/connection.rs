@@ -16,7 +16,7 @@ use std::time::Duration;
 /// `query-qmp-schema`, has about 300 kB.
 pub(super) const MAX_LINE_BYTES: u64 = 8 << 20;
 
-/// What can go wrong between the daemon and QEMU's monitor.
+/// An error between the daemon and QEMU's monitor.
 #[derive(Debug, thiserror::Error)]
 pub enum QmpError {
     /// QEMU ended, or closed its monitor; [`crate::Qemu::wait`] knows why.
@@ -25,7 +25,7 @@ pub enum QmpError {
     /// No answer in time; QEMU hangs or the machine is overloaded.
     #[error("QEMU did not answer \"{command}\" within {} ms", after.as_millis())]
     Timeout {
-        /// What was asked.
+        /// The command.
         command: &'static str,
         /// The time given.
         after: Duration,
@@ -33,7 +33,7 @@ pub enum QmpError {
     /// QEMU refused a command.
     #[error("QEMU refused \"{command}\": {reason}")]
     Refused {
-        /// What was asked.
+        /// The command.
         command: &'static str,
         /// QEMU's reason.
         reason: String,
@@ -41,9 +41,9 @@ pub enum QmpError {
     /// An answer that cannot be understood.
     #[error("QEMU's answer to \"{command}\" cannot be understood: {reason}")]
     Malformed {
-        /// What was asked.
+        /// The command.
         command: &'static str,
-        /// What is wrong with the answer.
+        /// The fault of the answer.
         reason: String,
     },
     /// The connection failed.
@@ -95,9 +95,9 @@ const FORGET: u8 = 0xff;
 /// Stands for a command that was primed and then not wanted.
 const DISARMED: &str = "disarmed command";
 
-/// What QEMU says, line by line.
+/// A line that QEMU says.
 pub(crate) enum Message {
-    /// Something happened.
+    /// An event happened.
     Event {
         /// Its name, in capitals.
         name: String,
@@ -205,7 +205,7 @@ impl Connection {
         Ok((connection, QemuVersion { major, minor, micro }))
     }
 
-    /// One that another process has negotiated.
+    /// Adopts one that another process has negotiated.
     pub(crate) fn adopt(stream: UnixStream, timeout: Duration) -> Result<Connection, QmpError> {
         Ok(Connection { cut: true, ..Connection::new(stream, timeout)? })
     }
@@ -369,7 +369,7 @@ impl Connection {
         }
     }
 
-    /// From now on, waits for the next line for as long as it takes.
+    /// Waits, from now on, for the next line for as long as it takes.
     fn without_timeout(&mut self) -> Result<(), QmpError> {
         self.writer.set_read_timeout(None).map_err(QmpError::Io)
     }

@@ -23,7 +23,7 @@ impl DeviceState {
         Ok(DeviceState { file: fd.into(), inherited })
     }
 
-    /// One that QEMU has inherited from another process, under this number.
+    /// Adopts one that QEMU has inherited from another process, under this number.
     pub fn adopt(fd: OwnedFd, inherited: RawFd) -> DeviceState {
         DeviceState { file: fd.into(), inherited }
     }

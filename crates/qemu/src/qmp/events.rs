@@ -1,4 +1,4 @@
-//! What QEMU tells without being asked.
+//! The events that QEMU tells without being asked.
 
 use super::connection::{Connection, MAX_LINE_BYTES, Message, QmpError};
 use nix::errno::Errno;
@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 
-/// Something that happened to a VM.
+/// An event that happened to a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum VmEvent {
     /// The vCPUs stand still; every checkpoint causes one.
@@ -43,23 +43,23 @@ pub enum VmEvent {
     Disconnected,
 }
 
-/// What QEMU tells, on a monitor of its own.
+/// The events that QEMU tells, on a monitor of its own.
 #[derive(Debug)]
 pub struct Events {
     socket: UnixStream,
-    /// What was read and not taken: the beginning of a line, mostly.
+    /// Bytes that were read and not taken: the beginning of a line, mostly.
     unread: Vec<u8>,
     /// The first line may lack its beginning, which another process has read.
     is_cut: bool,
 }
 
 impl Events {
-    /// Those of a monitor that another process has negotiated.
+    /// The events of a monitor that another process has negotiated.
     pub fn adopt(socket: UnixStream) -> Events {
         Events { socket, unread: Vec::new(), is_cut: true }
     }
 
-    /// Those of a monitor that was just negotiated.
+    /// The events of a monitor that was just negotiated.
     pub(super) fn of(connection: Connection) -> Events {
         let (socket, unread) = connection.into_unread();
         Events { socket, unread, is_cut: false }

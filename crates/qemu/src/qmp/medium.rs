@@ -54,7 +54,7 @@ impl Command for AddDevice<'_> {
 const REPLUG_TRIES: u32 = 100;
 const REPLUG_PAUSE: Duration = Duration::from_millis(20);
 
-/// Why a medium cannot be taken out.
+/// The reason why a medium cannot be taken out.
 #[derive(Debug, thiserror::Error)]
 pub enum EjectError {
     /// The guest has the drive locked. It was asked to let go.

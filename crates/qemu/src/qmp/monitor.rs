@@ -30,10 +30,10 @@ use std::time::Duration;
 #[derive(Debug)]
 pub struct Monitor {
     connection: Connection,
-    /// Only saves device states: its long command waits here, sent up to its
+    /// Connection that only saves device states: its long command waits here, sent up to its
     /// last brace, while `connection` stops the guest.
     saver: Connection,
-    /// What is read there is read by [`Events`].
+    /// Socket of the events, which [`Events`] reads.
     events: UnixStream,
     version: QemuVersion,
 }
@@ -129,13 +129,13 @@ impl Monitor {
         }
     }
 
-    /// What the machine does at the moment.
+    /// The state in which the machine is at the moment.
     pub fn status(&mut self) -> Result<RunState, QmpError> {
         let status: Status = self.connection.execute(&query_status {})?;
         Ok(status.status)
     }
 
-    /// Why this machine's state cannot be saved, in QEMU's words; nothing if it can.
+    /// The reasons why this machine's state cannot be saved, in QEMU's words; nothing if it can.
     pub fn blockers(&mut self) -> Result<Vec<String>, QmpError> {
         let migration: Migration = self.connection.execute(&query_migrate {})?;
         Ok(migration.blocked_reasons)

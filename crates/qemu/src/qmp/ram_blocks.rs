@@ -1,11 +1,11 @@
-//! Which RAM blocks a machine has: the text of `x-query-ramblock`.
+//! The RAM blocks that a machine has: the text of `x-query-ramblock`.
 
 /// One of the machine's RAM blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RamBlockInfo {
     /// QEMU's name; the same on both hosts.
     pub name: String,
-    /// Where the block is in QEMU's address space.
+    /// The block's address in QEMU's address space.
     pub address: u64,
     /// The length in use: what the guest can see. QEMU maps `max_bytes`; a
     /// firmware that rebuilds its ACPI tables may make it use more of them, so
@@ -47,7 +47,7 @@ fn parse_line(line: &str) -> Option<RamBlockInfo> {
 mod tests {
     use super::*;
 
-    /// From QEMU 10.0.2, q35 with 256 MiB.
+    /// Text of QEMU 10.0.2, q35 with 256 MiB.
     const TEXT: &str = "              Block Name    PSize              Offset               Used              Total                HVA  RO
                      ram    4 KiB  0x0000000000000000 0x0000000010000000 0x0000000010000000 0x00007f3983fff000  rw
     /rom@etc/acpi/tables    4 KiB  0x0000000010080000 0x0000000000020000 0x0000000000200000 0x00007f3983200000  ro

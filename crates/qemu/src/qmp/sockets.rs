@@ -16,25 +16,25 @@ pub struct MonitorSockets(pub(super) [UnixStream; MONITORS]);
 pub struct QemuEnds([OwnedFd; MONITORS]);
 
 impl MonitorSockets {
-    /// New pairs of connected sockets.
+    /// Creates pairs of connected sockets.
     pub fn create() -> io::Result<(MonitorSockets, QemuEnds)> {
         let [a, b, c] = [UnixStream::pair()?, UnixStream::pair()?, UnixStream::pair()?];
         Ok((MonitorSockets([a.0, b.0, c.0]), QemuEnds([a.1.into(), b.1.into(), c.1.into()])))
     }
 
-    /// Those of another process, from [`crate::Monitor::duplicate`].
+    /// The sockets of another process, from [`crate::Monitor::duplicate`].
     pub fn adopt(sockets: [OwnedFd; MONITORS]) -> MonitorSockets {
         MonitorSockets(sockets.map(UnixStream::from))
     }
 }
 
 impl QemuEnds {
-    /// For [`crate::process::Launch::inherit`].
+    /// The descriptors for [`crate::process::Launch::inherit`].
     pub fn descriptors(&self) -> [BorrowedFd<'_>; MONITORS] {
         self.0.each_ref().map(AsFd::as_fd)
     }
 
-    /// For [`crate::Resources::monitors`].
+    /// The numbers for [`crate::Resources::monitors`].
     pub fn numbers(&self) -> [RawFd; MONITORS] {
         self.0.each_ref().map(AsRawFd::as_raw_fd)
     }

@@ -23,7 +23,7 @@ use understudy_qemu::process::Launch;
 use understudy_qemu::qmp::{DeviceState, Events, MonitorSockets, RamBlockInfo, VmEvent};
 use understudy_qemu::{Accelerator, Capabilities, Monitor, Qemu, VmDefinition};
 
-/// Longer than anything takes on an overloaded machine.
+/// A time longer than anything takes on an overloaded machine.
 pub const LONG: Duration = Duration::from_secs(180);
 
 /// Prints '>' once, then for ever the low four bits of a counter as 'A' to 'P'.

@@ -1,5 +1,5 @@
-//! When the mirrors are images that the guest may run on: what is noted once they are whole, and
-//! what must be on stable storage before the guest runs on them here.
+//! The activation of mirrors as images that the guest may run on: what is noted once they are
+//! whole, and what must be on stable storage before the guest runs on them here.
 
 use super::session::Session;
 use crate::moments::pass;
@@ -13,9 +13,9 @@ use understudy_disk::ChangeMap;
 use understudy_protocol::Generation;
 use understudy_protocol::validity::ImageRole;
 
-/// What is made before a take-over, so that it costs no time then.
+/// The things made before a take-over, so that they cost no time then.
 pub struct Readiness {
-    /// Where the guest's changes will be noted, for each disk.
+    /// Maps in which the guest's changes will be noted, for each disk.
     pub changes: Vec<Arc<ChangeMap>>,
     activation: Activation,
 }
@@ -33,8 +33,8 @@ impl Session {
         Ok(Readiness { changes, activation })
     }
 
-    /// In lockstep the guest writes the mirrors before a take-over: what the primary may lack is
-    /// noted from here on.
+    /// Notes from here on what the primary may lack: in lockstep the guest writes the mirrors
+    /// before a take-over.
     pub(super) fn note_changes(&self, ready: &Readiness) {
         for (disk, changes) in self.machine().disks().iter().zip(&ready.changes) {
             disk.set_changes(Some(changes.clone()));

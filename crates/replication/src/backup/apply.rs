@@ -1,4 +1,4 @@
-//! Apply committed epochs to the backup's memory, disks and device state.
+//! The application of committed epochs to the backup's memory, disks and device state.
 
 use super::failure::OwnFailure;
 use crate::messages::{Piece, WholeEpoch};
@@ -64,7 +64,7 @@ fn disk_of(machine: &Machine, range: &DiskRange) -> Option<Arc<Disk>> {
     (end <= disk.export_bytes()).then_some(disk)
 }
 
-/// What is left to do when the whole of an epoch is applied.
+/// The work that is left when the whole of an epoch is applied.
 #[derive(Debug, Default)]
 struct Rest {
     device_state: Option<Vec<u8>>,
@@ -118,20 +118,20 @@ fn cannot_write(disk: &Disk) -> String {
     format!("the backup cannot write to its mirror {}", disk.path().display())
 }
 
-/// What a guest goes on from, beside its memory and disks.
+/// The checkpoint that a guest goes on from, beside its memory and disks.
 #[derive(Debug)]
 pub struct Checkpoint {
     /// QEMU's device state at the end of an epoch.
     pub device_state: Vec<u8>,
-    /// When that was, by this host's clock.
+    /// Time of that, by this host's clock.
     pub taken: Time,
 }
 
 /// A whole epoch that was applied.
 pub struct Applied {
-    /// Where it ends.
+    /// Checkpoint at which it ends.
     pub checkpoint: Checkpoint,
-    /// What is there now is to be kept for a snapshot.
+    /// Order to keep what is there now for a snapshot.
     pub keep: Option<KeepOrder>,
 }
 
@@ -205,8 +205,8 @@ fn find(machine: &Machine, block: DiskBlock) -> Option<(Arc<Disk>, u64)> {
     Some((disk_of(machine, &range)?, offset))
 }
 
-/// Whose failure it is that a page's data are not right: if the mirror does not give what they refer to it is this
-/// host's, unless there is no such block.
+/// The one whose failure it is that a page's data are not right: if the mirror does not give what
+/// they refer to it is this host's, unless there is no such block.
 fn blame(machine: &Machine, data: PageData<'_>, error: anyhow::Error) -> anyhow::Error {
     let PageData::Reference(Reference { block, .. }) = data else { return error };
     if find(machine, block).is_none() {

@@ -1,4 +1,4 @@
-//! What is asked of the arbiter, which may take its time.
+//! The questions to the arbiter, which may take its time.
 
 use super::session::Session;
 use crate::moments::pass;

@@ -27,23 +27,23 @@ use understudy_session::backup::{Errand, Event};
 pub(super) struct Committed {
     /// The part.
     pub part: WholeEpoch,
-    /// Of a turn: what it needs.
+    /// Other machine, which a turn needs.
     pub other: Option<Other>,
 }
 
-/// What the apply thread has in its hands.
+/// The work that the apply thread has in its hands.
 struct Work {
     /// Mirrors that are none yet.
     mirrors: Option<Vec<Mirror>>,
-    /// Where the last epoch ends.
+    /// Checkpoint at which the last epoch ends.
     checkpoint: Option<Checkpoint>,
-    /// What is ready for a take-over, once there is something to take over with.
+    /// Readiness for a take-over, once there is something to take over with.
     ready: Option<Readiness>,
-    /// What is executed behind it.
+    /// Log that is executed behind it.
     log: Option<Arc<Following>>,
     /// The VM's TPM on this host's disk, if it has one.
     tpm: Option<TpmMirror>,
-    /// How long a take-over took.
+    /// Report of the time that a take-over took.
     takeover: Option<TakeoverReport>,
 }
 
@@ -111,13 +111,13 @@ impl Session {
             Errand::Start => self.start(from()?, in_lockstep)?,
             Errand::Open => work.takeover = Some(self.go_live(from()?, in_lockstep)),
             Errand::Halt => self.halt(),
-            Errand::Forget => self.forget(),
+            Errand::Forget => self.forget(work.ready.take()),
             Errand::End(_) => {}
         }
         Ok(())
     }
 
-    /// One more epoch is applied.
+    /// Applies one more epoch.
     fn extend(
         self: &Arc<Self>,
         part: WholeEpoch,
@@ -161,7 +161,7 @@ impl Session {
         // With the first whole epoch the mirrors are images of their own, which its TPM's state belongs to: until
         // then this host may have others, with theirs.
         let are_new = mirrors.is_some();
-        mirrors.into_iter().flatten().try_for_each(Mirror::complete)?;
+        self.complete_mirrors(mirrors.into_iter().flatten())?;
         if let Some(tpm) = &mut work.tpm {
             let _awaited = self.vitals.applying.begin();
             tpm.apply(number, &applied.checkpoint.device_state)?;
@@ -186,6 +186,16 @@ impl Session {
         Ok(checkpoint)
     }
 
+    /// The epoch is acknowledged, and no copy to go on with until they are whole: what takes long here is told.
+    fn complete_mirrors(&self, mirrors: impl Iterator<Item = Mirror>) -> anyhow::Result<()> {
+        let awaited = self.vitals.applying.begin();
+        for mirror in mirrors {
+            awaited.again();
+            mirror.complete()?;
+        }
+        Ok(())
+    }
+
     /// A disk that hangs is noticed by how far this comes.
     fn apply_whole(
         &self,
@@ -199,7 +209,7 @@ impl Session {
         })
     }
 
-    /// What is there now is a snapshot's: it is stored while later epochs are applied.
+    /// Keeps what is there now for a snapshot: it is stored while later epochs are applied.
     fn keep(&self, order: KeepOrder, device_state: &[u8]) {
         let data = self.data.clone();
         let answer = move |kept| {

@@ -12,7 +12,7 @@ use understudy_protocol::{CardFrames, CardIndex, Carried, Kept};
 use understudy_report::{InboundReport, OutboundReport};
 use understudy_threads::{Mutex, lock};
 
-/// What is kept, and the connection that copies come over.
+/// The frames that are kept, and the connection that copies come over.
 pub struct Frames(Mutex<State>);
 
 struct State {
@@ -26,7 +26,7 @@ struct State {
 }
 
 impl Frames {
-    /// Nothing yet, for a guest with these cards.
+    /// No frames yet, for a guest with these cards.
     pub fn new(ports: &[Arc<Port>]) -> Frames {
         Frames(Mutex::new(State {
             carried: Carried::new(ports.len()),
@@ -88,12 +88,12 @@ impl Frames {
         part.pieces.retain(|piece| !matches!(piece, Piece::Outbound(_)));
     }
 
-    /// Who is behind the guest's cards, by what it sent.
+    /// The stations behind the guest's cards, by what it sent.
     pub fn stations(&self) -> Vec<Station> {
         lock(&self.0).stations.get(clock::now())
     }
 
-    /// What this host, which owns the VM now, must send.
+    /// The frames that this host, which owns the VM now, must send.
     pub fn take_sent(&self) -> Vec<(CardIndex, Vec<u8>)> {
         lock(&self.0).carried.take(clock::now())
     }
@@ -117,13 +117,13 @@ impl Frames {
         }
     }
 
-    /// What `status` shows of those that the guest sent.
+    /// The report that `status` shows of those that the guest sent.
     pub fn outbound(&self) -> OutboundReport {
         let (frames, bytes) = lock(&self.0).carried.came();
         OutboundReport { frames, bytes, left_out: 0 }
     }
 
-    /// What `status` shows of those that it received.
+    /// The report that `status` shows of those that it received.
     pub fn inbound(&self) -> InboundReport {
         let state = lock(&self.0);
         let (kept_frames, kept_bytes) = state.kept.size();

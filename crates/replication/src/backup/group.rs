@@ -18,7 +18,7 @@ pub struct Group {
     pub membership: Membership,
     /// The primary's host name.
     pub primary: HostName,
-    /// What decides for all.
+    /// The state machine that decides for all.
     core: Mutex<Standby>,
     sessions: Mutex<Vec<Weak<Session>>>,
 }

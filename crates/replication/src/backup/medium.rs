@@ -14,22 +14,23 @@ use std::sync::Arc;
 use understudy_disk::mirror_path;
 use understudy_threads::{lock, spawn};
 
-/// Of which each is open. The primary waits for each change until that is committed.
+/// The most media on their way, of which each is open. The primary waits for each change until that
+/// is committed.
 const MOST_COMING: usize = 16;
 
 /// Media on their way into a drive, open as `T`.
 pub(super) struct Media<T> {
     asked: Asked<T>,
-    /// Of epochs that are not applied yet, in their order.
+    /// Media of epochs that are not applied yet, in their order.
     coming: VecDeque<(Medium, T)>,
 }
 
 /// The medium that the primary asked for last.
 pub(super) enum Asked<T> {
     Nothing,
-    /// It is being read.
+    /// The medium is being read.
     Reading,
-    /// It is the one that is meant.
+    /// The medium is the one that is meant.
     Found(Medium, T),
 }
 
@@ -40,8 +41,8 @@ impl<T> Default for Media<T> {
 }
 
 impl<T> Media<T> {
-    /// One is about to be read; returns what was asked for before. None while another one is
-    /// still read: a peer could have this host read as much as it likes.
+    /// Notes that one is about to be read; returns what was asked for before. None while another
+    /// one is still read: a peer could have this host read as much as it likes.
     fn begin(&mut self) -> Option<Asked<T>> {
         match self.asked {
             Asked::Reading => None,
@@ -49,7 +50,7 @@ impl<T> Media<T> {
         }
     }
 
-    /// It was read.
+    /// Notes that it was read.
     fn end(&mut self, found: Asked<T>) {
         self.asked = found;
     }
@@ -69,7 +70,7 @@ impl<T> Media<T> {
         }
     }
 
-    /// What the next change to be applied puts in.
+    /// The medium that the next change to be applied puts in.
     fn next(&mut self, told: &Medium) -> anyhow::Result<T> {
         let next = self.coming.pop_front().filter(|(medium, _)| medium == told);
         next.map(|(_, opened)| opened).context("a medium is to be put in that never came")
@@ -174,7 +175,7 @@ mod tests {
         media.end(Asked::Found(medium(name), opened));
     }
 
-    /// It was opened, as root, and never looked at.
+    /// The file was once opened, as root, and never looked at.
     #[test]
     fn what_the_primary_has_not_asked_for_is_not_put_in() {
         let mut media = Media::default();

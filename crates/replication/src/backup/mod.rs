@@ -61,7 +61,7 @@ use understudy_report::events::VmEvents;
 use understudy_report::{DiskReads, Mode, ProtectRequest};
 use understudy_threads::Mutex;
 
-/// How often the mirrors are brought to stable storage.
+/// Time after which the mirrors are brought to stable storage again.
 const SETTLE_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Receives the offer's files: boot files into `directory`, heads into the
@@ -142,15 +142,15 @@ fn receive_file(
     Ok(())
 }
 
-/// What [`accept`] needs beside the standby.
+/// The plan that [`accept`] needs beside the standby.
 pub struct Plan {
     /// Names the session.
     pub id: String,
     /// The primary's host name.
     pub primary: HostName,
-    /// How this host is to keep up with it.
+    /// Mode in which this host is to keep up with it.
     pub mode: Mode,
-    /// In lockstep: where its guest's reads come from.
+    /// Source, in lockstep, of its guest's reads.
     pub disk_reads: DiskReads,
     /// The VM's group, and its place there; the members join in order.
     pub group: (Arc<Group>, usize),
@@ -158,7 +158,7 @@ pub struct Plan {
     pub timeout: Duration,
     /// Arbiter of ownership.
     pub arbiter: Arbiter,
-    /// Where this host notes what its images are.
+    /// Records in which this host notes what its images are.
     pub records: Records,
     /// This host's addresses, as the primary knows them: one for each path.
     pub addresses: Vec<SocketAddr>,
@@ -174,9 +174,9 @@ pub struct Plan {
     pub launch: Launch,
     /// Asks the primary who owns the VM, once it is silent.
     pub former: Former,
-    /// What the operator asked for.
+    /// Request of the operator.
     pub wish: Option<ProtectRequest>,
-    /// Where what happens to the VM is told.
+    /// Events, to which what happens to the VM is told.
     pub events: VmEvents,
 }
 
@@ -305,7 +305,8 @@ fn follow(session: &Arc<Session>, following: &Arc<Following>) -> anyhow::Result<
 }
 
 /// Brings the mirrors to stable storage now and then, and tells the primary: it need not
-/// remember these changes, and a take-over finds little left to sync.
+/// remember these changes, and a take-over finds little left to sync. So does the first epoch, behind
+/// whose acknowledgement the whole mirror is to be there.
 fn run_settle(session: &Session) {
     let mut settled = Epoch(0);
     while !heartbeat::Pulse::is_over(session) {
@@ -315,9 +316,11 @@ fn run_settle(session: &Session) {
         // Before they are brought to stable storage.
         let written = following.as_ref().and_then(|following| following.writes().now(&machine));
         // In lockstep QEMU writes them itself.
-        let due = applied > settled || (following.is_some() && applied > Epoch(0));
+        let fills = applied == Epoch(0);
+        let due = fills || applied > settled || following.is_some();
         if due && !heartbeat::Pulse::is_over(session) {
             match session.settle() {
+                Ok(()) if fills => {}
                 Ok(()) if applied > settled => session.say(&ToPrimary::Settled(applied)),
                 Ok(()) => {
                     let still = session.following().zip(following);

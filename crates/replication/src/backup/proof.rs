@@ -74,12 +74,12 @@ fn unconnected(leader: &Session) -> Result<(), String> {
 }
 
 impl Session {
-    /// Why this host could not take over, as it last found.
+    /// The reason why this host could not take over, as it last found.
     pub fn obstacle(&self) -> Option<String> {
         self.group.core().obstacle()
     }
 
-    /// What this host does with the VM, for people on any host.
+    /// Describes what this host does with the VM, for people on any host.
     pub fn describe(&self) -> String {
         let primary = &self.primary;
         match self.phase() {

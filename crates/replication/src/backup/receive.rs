@@ -1,5 +1,5 @@
-//! What comes from the primary: each message in its turn, epochs staged until they are whole, then
-//! acknowledged.
+//! The messages from the primary: each message in its turn, epochs staged until they are whole,
+//! then acknowledged.
 
 use super::apply::{apply_alone, validate};
 use super::failure::OwnFailure;
@@ -22,11 +22,11 @@ use understudy_session::backup::Event;
 /// Epochs that are not whole yet.
 type PieceStaging = Staging<Piece<'static>>;
 
-/// What a guest writes to its disks at most while the primary stops it, and what is sent of the
-/// machine beside its memory: far more than either.
+/// The bytes beside memory: what a guest writes to its disks at most while the primary stops it,
+/// and what is sent of the machine beside its memory; far more than either.
 const BESIDE_MEMORY: u64 = 512 << 20;
 
-/// How often a primary whose data is not read hears that this host works.
+/// Time after which a primary whose data is not read hears again that this host works.
 const WORD_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The most that epochs which are not whole yet have: all of the guest's memory, plain, and what
@@ -149,7 +149,7 @@ impl Session {
         Ok(())
     }
 
-    /// While this host reads nothing, its primary hears whether it works.
+    /// Waits for room. While this host reads nothing, its primary hears whether it works.
     fn await_room(&self) {
         let mut told = self.worked.load(Ordering::Relaxed);
         while !self.waiting.await_room(WORD_INTERVAL) {

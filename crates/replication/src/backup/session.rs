@@ -36,7 +36,7 @@ use understudy_report::{Mode, ProtectRequest};
 use understudy_session::backup::{Effect, Errand, Event, Word};
 use understudy_threads::{Mutex, lock};
 
-/// Whoever speaks for the group where one word is enough.
+/// The place of the member that speaks for the group where one word is enough.
 const LEADER: usize = 0;
 
 /// Bytes of whole epochs that may wait to be applied; over it the primary is
@@ -52,7 +52,7 @@ pub struct Session {
     /// The primary's host name.
     pub primary: HostName,
     pub(super) present: Mutex<Present>,
-    /// In lockstep the guest's changes here are forgotten in these.
+    /// The rounds in which the guest's changes here are forgotten in lockstep.
     pub(super) rounds: Rounds,
     /// Turns that are committed and not carried out.
     pub(super) turns: AtomicU64,
@@ -60,8 +60,8 @@ pub struct Session {
     pub(super) former: Arc<dyn Fn() -> Option<Ownership> + Send + Sync>,
     /// The paths to the primary.
     pub paths: PathMonitor,
-    /// What the primary's guest receives, and what it sent that the primary may not have released,
-    /// for a take-over.
+    /// The frames that the primary's guest receives, and those it sent that the primary may not
+    /// have released, for a take-over.
     pub frames: Frames,
     pub(super) data: Arc<Channel>,
     pub(super) heartbeats: Heartbeats,
@@ -95,9 +95,9 @@ pub(super) struct Present {
     pub machine: Arc<Machine>,
     /// Its log, in lockstep.
     pub following: Option<Arc<Following>>,
-    /// What the operator asked for; this host does the same after a take-over.
+    /// Request of the operator; this host does the same after a take-over.
     pub wish: Option<ProtectRequest>,
-    /// What the primary asked for beside it.
+    /// Orders of the primary beside it.
     pub orders: Orders,
 }
 
@@ -112,7 +112,7 @@ impl Session {
         lock(&self.present).following.clone()
     }
 
-    /// How this host keeps up with the primary.
+    /// The mode in which this host keeps up with the primary.
     pub fn mode(&self) -> Mode {
         match self.following() {
             Some(_) => Mode::Lockstep,
@@ -120,7 +120,7 @@ impl Session {
         }
     }
 
-    /// Where the session stands.
+    /// The phase in which the session is.
     pub fn phase(&self) -> BackupPhase {
         self.group.core().phase().clone()
     }
@@ -250,12 +250,12 @@ impl Session {
         let _ = message.send(&self.data);
     }
 
-    /// This backup cannot serve any more: says so to the primary and ends.
+    /// Gives up, as this backup cannot serve any more: says so to the primary and ends.
     pub fn give_up(&self, reason: &str) {
         self.event(Event::CannotServe(reason.to_owned()));
     }
 
-    /// After a failure of this host's own.
+    /// Heeds a failure of this host's own.
     pub(super) fn heed(&self, failure: &OwnFailure) {
         match failure {
             OwnFailure::Mirror(_) => self.distrust_mirrors(),
@@ -263,7 +263,8 @@ impl Session {
         }
     }
 
-    /// What the mirrors hold nobody knows: they are no base for another synchronisation.
+    /// Distrusts the mirrors, of which nobody knows what they hold: they are no base for another
+    /// synchronisation.
     fn distrust_mirrors(&self) {
         if let Err(error) = self.records.change(&self.vm, |record| record.sessions.clear()) {
             error!(vm = %self.vm, "{error}");
@@ -286,7 +287,8 @@ impl Session {
         self.event(Event::Diverged(reason));
     }
 
-    /// This standby's QEMU ended, which a log that makes no sense to it may be the cause of.
+    /// Notes that this standby's QEMU ended, which a log that makes no sense to it may be the cause
+    /// of.
     pub fn qemu_died(&self, words: &str) {
         match self.following() {
             Some(following) if following.has_begun() => {
@@ -314,7 +316,7 @@ impl Session {
         Arc::ptr_eq(&self.group, &other.group)
     }
 
-    /// Nothing more comes of the log, if there is one.
+    /// Ends the log, if there is one, of which no more comes.
     fn end_log(&self) {
         if let Some(following) = self.following() {
             following.end();

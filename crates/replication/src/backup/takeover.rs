@@ -4,6 +4,7 @@ mod clock;
 
 pub use clock::{Clock, Stage};
 
+use super::activation::Readiness;
 use super::apply::Checkpoint;
 use super::session::Session;
 use crate::clock::now;
@@ -16,33 +17,33 @@ use understudy_report::{ProtectRequest, TakeoverReport};
 use understudy_session::backup::Ending;
 use understudy_threads::lock;
 
-/// How a session ended.
+/// The end of a session.
 pub enum Outcome {
     /// The VM runs here now.
     Live {
         /// The machine that it runs on.
         machine: Arc<Machine>,
-        /// What its operator asked for.
+        /// Request of its operator.
         wish: Option<ProtectRequest>,
         /// The generation of ownership.
         generation: Generation,
-        /// Why, for people.
+        /// Reason, for people.
         reason: String,
-        /// How long it took.
+        /// Time that it took.
         takeover: TakeoverReport,
     },
     /// The VM owns nothing here any more.
     Discarded,
     /// This host won the VM, could not start it, and has handed it back.
     Returned {
-        /// What went wrong.
+        /// Reason: what went wrong.
         reason: String,
     },
     /// This host owns the VM and could not start it.
     Failed {
         /// The generation of ownership.
         generation: Generation,
-        /// What went wrong.
+        /// Reason: what went wrong.
         reason: String,
     },
 }
@@ -66,10 +67,17 @@ impl Session {
         self.machine().halt();
     }
 
-    /// The VM is not this host's any more.
-    pub(super) fn forget(&self) {
+    /// The VM is not this host's any more. Whether somebody changes its mirrors from here on the lists of their changes
+    /// tell, if they were whole.
+    pub(super) fn forget(&self, ready: Option<Readiness>) {
         self.keeper.end();
-        self.machine().halt();
+        let machine = self.machine();
+        machine.halt();
+        let changes = ready.into_iter().flat_map(|ready| ready.changes);
+        for (disk, changes) in machine.disks().iter().zip(changes) {
+            disk.set_changes(Some(changes));
+            disk.seal_changes();
+        }
     }
 
     /// Starts the guest; nothing leaves it yet.
@@ -98,7 +106,7 @@ impl Session {
         TakeoverReport { planned, lag_ms, outage_ms, injected_frames, resent_frames, ..report }
     }
 
-    /// How the session ends; `takeover` is how long that took, if the VM runs here.
+    /// The outcome of the session; `takeover` is how long that took, if the VM runs here.
     pub(super) fn outcome(&self, ending: Ending, takeover: Option<TakeoverReport>) -> Outcome {
         self.forget_other();
         self.waiting.close();

@@ -21,10 +21,10 @@ use understudy_protocol::Epoch;
 use understudy_report::Mode;
 use understudy_threads::{lock, spawn};
 
-/// How long the turn before may take to be carried out.
+/// Time that the turn before may take to be carried out.
 const APPLY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Between two looks whether it has been.
+/// Time between two looks whether it has been.
 const GLANCE: Duration = Duration::from_millis(10);
 
 /// Starts the other QEMU beside a machine.
@@ -50,7 +50,7 @@ impl Other {
     }
 }
 
-/// As of the last order.
+/// The orders, as of the last one.
 #[derive(Default)]
 pub(super) struct Orders {
     count: u64,
@@ -196,7 +196,7 @@ impl Session {
         Ok(())
     }
 
-    /// Nothing waits beside any more.
+    /// Forgets the other machine: none waits beside any more.
     pub(super) fn forget_other(&self) {
         let other = {
             let orders = &mut lock(&self.present).orders;

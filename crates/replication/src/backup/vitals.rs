@@ -1,5 +1,5 @@
-//! What this standby awaits of its host: its disks, and its QEMU. What has not answered for too long
-//! is told from it (`understudy_session`).
+//! The answers that this standby awaits of its host: of its disks, and its QEMU. What has not
+//! answered for too long is told from it (`understudy_session`).
 
 use super::session::Session;
 use crate::clock;
@@ -11,12 +11,12 @@ use std::time::Duration;
 use understudy_protocol::{BackupPhase, Time};
 use understudy_session::backup::{self, Event};
 
-/// Since when something has been awaited, in nanoseconds of [`clock`]; 0 if it is not.
+/// Time since which something has been awaited, in nanoseconds of [`clock`]; 0 if it is not.
 #[derive(Debug, Default)]
 pub(super) struct Awaited(AtomicU64);
 
 impl Awaited {
-    /// It is awaited from now on, until the guard is dropped.
+    /// Begins to await it, until the guard is dropped.
     pub fn begin(&self) -> Await<'_> {
         let guard = Await(self);
         guard.again();
@@ -29,11 +29,11 @@ impl Awaited {
     }
 }
 
-/// Something is awaited.
+/// A guard while something is awaited.
 pub(super) struct Await<'a>(&'a Awaited);
 
 impl Await<'_> {
-    /// It has answered, and is awaited again.
+    /// Notes that it has answered, and is awaited again.
     pub fn again(&self) {
         self.0.0.store(clock::now().0.as_nanos() as u64, Ordering::Release);
     }
@@ -45,14 +45,14 @@ impl Drop for Await<'_> {
     }
 }
 
-/// What a standby needs of its host.
+/// The vitals that a standby needs of its host.
 #[derive(Debug, Default)]
 pub(super) struct Vitals {
     /// Its mirrors take what is applied.
     pub applying: Awaited,
-    /// They bring it to stable storage.
+    /// The mirrors bring it to stable storage.
     pub settling: Awaited,
-    /// They, and the activation record, take a write that changes nothing.
+    /// The mirrors, and the activation record, take a write that changes nothing.
     pub proving: Awaited,
     /// Its QEMU answers.
     pub qemu: Awaited,

@@ -17,25 +17,25 @@ pub struct Line {
 }
 
 enum State {
-    /// Without a connection; whoever has one brings it.
+    /// No connection is there; whoever has one brings it.
     Down,
-    /// It is to be dialled then.
+    /// The peer is to be dialled then.
     Due(Instant),
-    /// Somebody dials it.
+    /// A thread dials it.
     Dialling,
     Up {
         link: Link,
         /// The beginning of a message.
         partial: Vec<u8>,
-        /// There may be more than was heard.
+        /// Whether there may be more than was heard.
         more: bool,
     },
 }
 
-/// What came over a path.
+/// The thing that came over a path.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Heard {
-    /// Nothing, or a part of a message.
+    /// No message, or a part of one.
     Nothing,
     /// Signs of life.
     Signs,
@@ -44,7 +44,7 @@ pub enum Heard {
 }
 
 impl Line {
-    /// Without a connection.
+    /// A line without a connection.
     pub fn new(path: PathIndex) -> Line {
         Line { path, state: State::Down }
     }

@@ -8,7 +8,7 @@ use understudy_protocol::wire::{Header, Kind};
 use understudy_protocol::{Epoch, literal};
 use understudy_report::events::Journal;
 
-/// Longer than anything here takes.
+/// A time longer than anything here takes.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A session that does nothing but to count.
@@ -43,7 +43,7 @@ impl Counting {
         }
     }
 
-    /// Why the only path was lost.
+    /// The reason why the only path was lost.
     fn await_lost(&self) -> String {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -168,7 +168,7 @@ fn connections_that_come_after_the_end_are_ended() {
     }
 }
 
-/// Everything was one.
+/// Any message was once one.
 #[test]
 fn what_is_no_heartbeat_is_no_sign_of_life_and_ends_the_connection() {
     for kind in Kind::ALL.into_iter().filter(|kind| *kind != Kind::Heartbeat) {

@@ -1,4 +1,4 @@
-//! What is kept of a backup that has diverged, for whoever looks for the cause.
+//! The evidence that is kept of a backup that has diverged, for whoever looks for the cause.
 
 use super::backup::Following;
 use anyhow::Context;
@@ -8,7 +8,7 @@ use understudy_lockstep::Spot;
 use understudy_machine::Machine;
 use understudy_machine::home::CONSOLE_LOG;
 
-/// In the VM's directory; the next divergence replaces it.
+/// Its directory in the VM's; the next divergence replaces it.
 const DIRECTORY: &str = "diverged";
 
 /// Keeps the reason and QEMU's state (`report.txt`), the end of the log that it got

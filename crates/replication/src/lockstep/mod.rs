@@ -33,7 +33,7 @@ use understudy_qemu::urgency::raise_this_thread;
 /// The rate of the log is an average over this span.
 const RATE_SPAN: Duration = Duration::from_secs(2);
 
-/// Between two looks at a count of bytes.
+/// Time between two looks at a count of bytes.
 const RATE_STEP: Duration = Duration::from_millis(100);
 
 /// Puts this thread before all ordinary ones: output waits for it, and it does little.
@@ -43,7 +43,7 @@ pub fn be_urgent() {
     }
 }
 
-/// How fast a log grows.
+/// The rate at which a log grows.
 #[derive(Debug, Default)]
 struct Rate(VecDeque<(Time, u64)>);
 

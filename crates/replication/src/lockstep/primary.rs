@@ -52,17 +52,17 @@ const GATHER: Duration = Duration::from_millis(3);
 /// A batch costs both hosts some 0.2 ms of a processor: output in quick succession shares one.
 const SPACING: Duration = Duration::from_millis(1);
 
-/// What disk reads gave travels in pieces of at most so much.
+/// The largest piece in which what disk reads gave travels.
 const READS_PIECE_BYTES: usize = 1 << 20;
 
-/// Nothing waits longer than this without looking again.
+/// The longest time that anything waits without looking again.
 const LONGEST_WAIT: Duration = Duration::from_millis(500);
 
 /// Output that was committed and could not be released waits for another batch's commit, as do
 /// words on the console that were read just after their log.
 const RETRY: Duration = Duration::from_millis(10);
 
-/// What a session's threads know of its log.
+/// The state of its log that a session's threads share.
 #[derive(Debug)]
 pub struct Recording {
     /// The log begins behind this epoch.
@@ -70,20 +70,20 @@ pub struct Recording {
     flow: Mutex<Flow>,
     /// The channel is full, or the backup too far behind.
     blocked: AtomicBool,
-    /// What its disk reads gave, if that goes to the backup.
+    /// Trail of what its disk reads gave, if that goes to the backup.
     pub reads: Option<Arc<ReadTrail>>,
-    /// What its disks have.
+    /// Counts of the writes that its disks have.
     pub writes: Writes,
     /// Whether its backup has the same.
     pub comparer: Comparer,
 }
 
-/// How far the log has got.
+/// The flow of the log: how far it has got.
 #[derive(Debug)]
 struct Flow {
     batcher: Batcher,
     rate: Rate,
-    /// Of the backup's QEMU.
+    /// Progress of the backup's QEMU.
     progress: LogProgress,
     pace: Pace,
 }
@@ -138,7 +138,7 @@ impl Recording {
         self.lag() > MOST_LAG
     }
 
-    /// How far the backup is behind.
+    /// The time by which the backup is behind.
     pub fn lag(&self) -> Duration {
         Duration::from_micros(lock(&self.flow).progress.lag_us)
     }
@@ -157,7 +157,7 @@ impl Recording {
         self.blocked.load(Ordering::Acquire)
     }
 
-    /// What `status` shows.
+    /// The report that `status` shows.
     pub fn report(&self, log: &LogChannel, held_frames: u64) -> LockstepReport {
         let (progress, log_mbit_s) = {
             let flow = lock(&self.flow);
@@ -177,7 +177,7 @@ impl Recording {
     }
 }
 
-/// How the thread of a log comes to its end.
+/// The way in which the thread of a log comes to its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Followed {
     /// Protection is over.
@@ -215,8 +215,9 @@ pub fn run(
     }
     if let Some(reads) = &recording.reads {
         reads.close();
-        reads::forget(machine);
     }
+    // Output may have been opened before the log began, and what that forgot withheld again.
+    reads::forget(machine);
     // Before QEMU is asked anything else: it may be waiting for room in the log.
     let freed = release(machine);
     if followed.is_ok() && machine.is_alive() {
@@ -277,7 +278,7 @@ pub fn release(machine: &Machine) -> anyhow::Result<()> {
     Ok(log.discard_log()?)
 }
 
-/// What the log's thread does next.
+/// The next thing that the log's thread does.
 enum Turn {
     Batch,
     HandOver,
@@ -292,9 +293,9 @@ struct Cutter<'a> {
     recording: &'a Recording,
     log: &'a LogChannel,
     ringing: Ringing<'a>,
-    /// Since when there has been log that nobody has read.
+    /// Time since which there has been log that nobody has read.
     log_since: Option<Instant>,
-    /// When the last batch was cut.
+    /// Time at which the last batch was cut.
     cut_at: Instant,
     batch: Vec<u8>,
 }
@@ -391,8 +392,8 @@ impl Cutter<'_> {
         }
     }
 
-    /// In this order: what was sent so far belongs to the batch; all the log that led to it
-    /// has left QEMU; so has the data of all reads whose ends that log tells, and goes first;
+    /// Cuts a batch, in this order: what was sent so far belongs to the batch; all the log that led
+    /// to it has left QEMU; so has the data of all reads whose ends that log tells, and goes first;
     /// the batch goes.
     fn cut(&mut self, last: bool) -> anyhow::Result<()> {
         let Some(epoch) = self.session.cut_batch(last) else { return Ok(()) };
@@ -476,7 +477,7 @@ fn read_on(log: &LogChannel, batch: &mut Vec<u8>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What ended a wait.
+/// The cause that ended a wait.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Came {
     Log,

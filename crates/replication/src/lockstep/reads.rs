@@ -24,13 +24,13 @@ use understudy_threads::Waitable;
 /// Data that may wait for the next batch: over it the guest's reads wait.
 const MOST_WAITING_BYTES: usize = 8 << 20;
 
-/// With so much a batch is cut at once.
+/// The bytes with which a batch is cut at once.
 const PRESSING_BYTES: usize = 1 << 20;
 
 /// Data that may wait for the backup's QEMU as long as it has log to execute.
 const ENOUGH_BYTES: u64 = 32 << 20;
 
-/// On the primary: what the guest's reads gave, on its way into the log.
+/// The results of the guest's reads on the primary, on their way into the log.
 pub struct ReadTrail {
     state: Waitable<Trail>,
     /// Tells the log's thread.
@@ -60,7 +60,7 @@ impl ReadTrail {
         self.state.lock().stream.len() >= PRESSING_BYTES
     }
 
-    /// What came since the last call. To be called after the batch's log was read.
+    /// Takes what came since the last call. To be called after the batch's log was read.
     pub fn take(&self) -> Vec<u8> {
         self.state.change(|state| {
             let stream = mem::take(&mut state.stream);
@@ -120,7 +120,7 @@ impl std::fmt::Debug for ReadTrail {
     }
 }
 
-/// Why a backup cannot go on with its guest's reads.
+/// The reason why a backup cannot go on with its guest's reads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ReadFailure {
     /// Its guest reads something else than the primary's.
@@ -138,7 +138,7 @@ impl ReadFailure {
     }
 }
 
-/// On the backup: what its guest's reads give.
+/// The results of the guest's reads on the backup.
 #[derive(Debug)]
 pub struct Reads {
     source: DiskReads,
@@ -149,7 +149,7 @@ pub struct Reads {
 struct Followed {
     decoder: ReadDecoder,
     script: ReadScript,
-    /// Asked for, and not answered.
+    /// Reads asked for, and not answered.
     parked: Vec<(DiskRead, AwaitedRead)>,
     total: u64,
     rate: Rate,
@@ -158,7 +158,7 @@ struct Followed {
 }
 
 impl Followed {
-    /// What the read gives, once it has come. A failure is the end of all.
+    /// Finds what the read gives, once it has come. A failure is the end of all.
     fn find(&mut self, read: &DiskRead) -> Option<ReadOutcome> {
         if self.failure.is_some() {
             return None;
@@ -202,7 +202,7 @@ impl Reads {
         Arc::new(Reads { source, state: Waitable::new(state) })
     }
 
-    /// Where the reads come from.
+    /// The source that the reads come from.
     pub fn source(&self) -> DiskReads {
         self.source
     }
@@ -237,7 +237,7 @@ impl Reads {
         self.state.change(|state| state.ended = true);
     }
 
-    /// Why this backup cannot go on, if it cannot.
+    /// The reason why this backup cannot go on, if it cannot.
     pub fn failure(&self) -> Option<ReadFailure> {
         self.state.lock().failure.clone()
     }

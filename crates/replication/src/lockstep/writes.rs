@@ -1,4 +1,4 @@
-//! Which changed blocks need not be copied after a failure: those that both hosts have.
+//! The changed blocks that need not be copied after a failure: those that both hosts have.
 //!
 //! In lockstep nothing is sent of a write, each guest writes its own image. So each host counts
 //! what its image has, and tells the other twice a second; the backup what is on stable storage.
@@ -25,7 +25,7 @@ pub struct Writes {
 
 #[derive(Debug, Default)]
 struct Counts {
-    /// At the beginning of the log.
+    /// Counts at the beginning of the log.
     bases: Option<Vec<GuestWrites>>,
     rounds: lockstep::Rounds,
 }
@@ -46,7 +46,7 @@ impl Writes {
         lock(&self.counts).bases = Some(bases);
     }
 
-    /// What this host's images have now; none if that cannot be told.
+    /// The writes that this host's images have now; none if that cannot be told.
     pub fn now(&self, machine: &Machine) -> Option<Written> {
         let disks = machine.disks();
         lock(&self.counts).since_begin(disks.iter().map(|disk| disk.guest_writes()))

@@ -1,4 +1,4 @@
-//! What both sides of a session say over its data connection, once the backup is ready.
+//! The messages of both sides of a session over its data connection, once the backup is ready.
 //!
 //! | | |
 //! |---|---|
@@ -37,7 +37,7 @@ pub type WholeEpoch = StagedEpoch<Piece<'static>>;
 /// A message as the wire has it.
 struct Encoded<'m> {
     kind: Kind,
-    /// In the header: what it means depends on the kind.
+    /// Number in the header: what it means depends on the kind.
     number: u64,
     payload: Payload<'m>,
 }

@@ -1,4 +1,4 @@
-//! What several kinds of messages have in common, read.
+//! The parsing of what several kinds of messages have in common.
 
 use serde::de::DeserializeOwned;
 use std::fmt::Display;
@@ -39,7 +39,7 @@ pub fn text(message: Message) -> Result<String, WireError> {
     String::from_utf8(message.payload).map_err(|_| header.malformed("it is not UTF-8"))
 }
 
-/// What the sender's disks have.
+/// Parses what the sender's disks have.
 pub fn written(message: &Message) -> Result<Written, WireError> {
     without_number(message)?;
     Written::decode(&message.payload).map_err(|error| malformed(message, error))

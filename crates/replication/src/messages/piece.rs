@@ -1,4 +1,4 @@
-//! What belongs to an epoch: pages, disk writes, device state, and what changes with it.
+//! The pieces of an epoch: pages, disk writes, device state, and what changes with it.
 
 use super::{Encoded, Payload, parse};
 use crate::medium::Medium;
@@ -20,13 +20,13 @@ pub enum Piece<'a> {
     DiskZero(DiskRange),
     /// QEMU's device state, opaque.
     DeviceState(Vec<u8>),
-    /// What the guest sent, as far as it waits for the epoch's commit.
+    /// Frames that the guest sent, as far as they wait for the epoch's commit.
     Outbound(CardFrames),
-    /// What the guest said on its console.
+    /// The guest's words on its console.
     Console(Vec<u8>),
-    /// What a CD-ROM drive has from now on.
+    /// The medium that a CD-ROM drive has from now on.
     Medium(Medium),
-    /// What the backup has at the end of the epoch is a snapshot's.
+    /// An order to keep what the backup has at the end of the epoch for a snapshot.
     Keep(KeepOrder),
     /// The log begins behind the epoch.
     LogBegins,
@@ -41,9 +41,9 @@ pub struct PageBatch<'a>(Batch<'a>);
 
 #[derive(Clone)]
 enum Batch<'a> {
-    /// As they came.
+    /// The pages as they came.
     Received(Vec<u8>),
-    /// As they are about to be sent, part after part.
+    /// The pages as they are about to be sent, part after part.
     Encoded(&'a [&'a [u8]]),
 }
 
@@ -98,7 +98,7 @@ impl Piece<'_> {
         bytes as u64
     }
 
-    /// As a message of this epoch.
+    /// Encodes it as a message of this epoch.
     pub(super) fn encode(&self, epoch: Epoch) -> serde_json::Result<Encoded<'_>> {
         let with = |kind, payload| Ok(Encoded::new(kind, epoch.0, payload));
         match self {

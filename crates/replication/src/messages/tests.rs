@@ -18,7 +18,7 @@ use understudy_qemu::ClockBase;
 use understudy_report::{DiskReads, Mode, ProtectRequest};
 use understudy_snapshot::SnapshotNumber;
 
-/// What the variants are made of.
+/// The stuff that the variants are made of.
 #[derive(Clone, Debug)]
 struct Stuff {
     number: u64,
@@ -143,7 +143,7 @@ fn to_primary(stuff: &Stuff) -> Vec<ToPrimary> {
     ]
 }
 
-/// What arrives.
+/// The message that arrives.
 fn arrived(encoded: &Encoded<'_>) -> Message {
     let payload = match &encoded.payload {
         Payload::Owned(bytes) => bytes.clone(),
@@ -161,7 +161,7 @@ fn wire_of_backup(message: &ToPrimary) -> Message {
     arrived(&message.encode().unwrap())
 }
 
-/// What is taken says what it says whenever it is sent on.
+/// Checks that what is taken says the same whenever it is sent on.
 fn taken_or_refused<T: Debug>(
     message: Message,
     decode: impl Fn(Message) -> Result<T, WireError>,

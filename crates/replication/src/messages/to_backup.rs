@@ -1,4 +1,4 @@
-//! What the primary says.
+//! The messages of the primary.
 
 use super::{Encoded, Payload, Piece, parse};
 use crate::medium::Medium;
@@ -22,7 +22,7 @@ pub enum ToBackup<'a> {
     EpochEnd(EpochEnd),
     /// The backup is to take over.
     TakeOver {
-        /// Because the operator wants it, not because the primary's QEMU died.
+        /// Whether the operator wants it; else the primary's QEMU died.
         planned: bool,
     },
     /// Protection ends.
@@ -36,14 +36,14 @@ pub enum ToBackup<'a> {
         /// Its log.
         log: Cow<'a, [u8]>,
     },
-    /// What disk reads gave that the log of this epoch, or of a later one, tells the ends of.
+    /// The results of disk reads of which the log of this epoch, or of a later one, tells the ends.
     DiskReads {
         /// The epoch.
         epoch: Epoch,
         /// A piece of the stream.
         stream: Cow<'a, [u8]>,
     },
-    /// What the primary's disks have.
+    /// The writes that the primary's disks have.
     Written(Written),
     /// A place of the log to compare at, and what the primary has there.
     Compare {
@@ -68,7 +68,7 @@ impl ToBackup<'_> {
         self.encode()?.send(channel, next)
     }
 
-    /// As a message.
+    /// Encodes it as a message.
     pub(super) fn encode(&self) -> serde_json::Result<Encoded<'_>> {
         Ok(match self {
             ToBackup::Piece(epoch, piece) => piece.encode(*epoch)?,

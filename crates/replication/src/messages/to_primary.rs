@@ -1,4 +1,4 @@
-//! What the backup says.
+//! The messages of the backup.
 
 use super::{Encoded, Payload, parse};
 use crate::medium::MediumAnswer;
@@ -20,7 +20,7 @@ pub enum ToPrimary {
     Settled(Epoch),
     /// The backup reads nothing just now, and works: it has applied so many bytes.
     Works(u64),
-    /// Why the backup could not take over now; none if it could.
+    /// The reason why the backup could not take over now; none if it could.
     MayTakeOver(Option<String>),
     /// The backup forgot the VM.
     StoodDown,
@@ -31,17 +31,17 @@ pub enum ToPrimary {
     /// Its QEMU does not follow the log any more, for this reason. Lockstep mode, like what
     /// follows.
     Diverged(String),
-    /// How far it has executed the log.
+    /// The progress of its execution of the log.
     Progress(LogProgress),
-    /// What its disks have on stable storage.
+    /// The writes that its disks have on stable storage.
     Written(Written),
-    /// What differed at a place.
+    /// The spots that differed at a place.
     Compared(Findings),
     /// Whether it is ready for a turn.
     TurnAnswer(Answer),
     /// Whether it has a medium.
     MediumAnswer(MediumAnswer),
-    /// What became of an image for a snapshot.
+    /// The fate of an image for a snapshot.
     Kept(Kept),
 }
 
@@ -51,7 +51,7 @@ impl ToPrimary {
         self.encode()?.send(channel, Next::Unknown)
     }
 
-    /// As a message.
+    /// Encodes it as a message.
     pub(super) fn encode(&self) -> serde_json::Result<Encoded<'_>> {
         let owned = |kind, bytes| Encoded::new(kind, 0, Payload::Owned(bytes));
         Ok(match self {

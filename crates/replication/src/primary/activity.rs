@@ -1,4 +1,4 @@
-//! What the guest does: whether it runs, and how much it has run since its last pause.
+//! The activity of the guest: whether it runs, and how much it has run since its last pause.
 
 use crate::clock;
 use anyhow::Context;
@@ -53,13 +53,13 @@ impl Watch {
         Ok(Watch { clock, vcpus, threads })
     }
 
-    /// What QEMU has used until now.
+    /// The time that QEMU has used until now.
     pub fn used(&self) -> Used {
         let time = clock_gettime(self.clock).map_or(Duration::ZERO, Duration::from);
         Used { at: clock::now(), time }
     }
 
-    /// What the guest does now, and has done since. One whose QEMU is gone counts as busy.
+    /// The activity of the guest now, and since. One whose QEMU is gone counts as busy.
     pub fn activity(&self, machine: &Machine, since: Used) -> Activity {
         let waits_for_disk = machine.disks().iter().any(|disk| disk.has_requests());
         if waits_for_disk {

@@ -36,7 +36,7 @@ const PRECOPY_ROUNDS: u32 = 3;
 /// Pages copied at once while the guest runs; bounds the memory of a round.
 const PIECE_PAGES: u64 = 2048;
 
-/// What the guest says on its console travels in pieces of at most so much.
+/// The largest piece in which what the guest says on its console travels.
 const CONSOLE_PIECE_BYTES: usize = 1 << 20;
 
 /// The first synchronisation ends when a round leaves this few pages …
@@ -45,10 +45,10 @@ const SYNC_LAST_PAGES: u64 = 2000;
 /// … or after this many rounds, for guests that write faster than the link.
 const SYNC_ROUNDS: u32 = 8;
 
-/// What a checkpoint is beside one.
+/// The further part that a checkpoint has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Cut {
-    /// Nothing.
+    /// No other part.
     Plain,
     /// The last one: the guest is left paused.
     Last,
@@ -73,15 +73,15 @@ pub fn run(session: &Arc<Session>) -> anyhow::Result<()> {
     }
 }
 
-/// How a machine's capture begins.
+/// The way in which a machine's capture begins.
 enum Begin {
     /// The backup has nothing.
     Synchronisation,
-    /// In the midst of an epoch, the guest came from another machine.
+    /// The guest came from another machine in the midst of an epoch.
     Moved(Moved),
 }
 
-/// How it ends.
+/// The way in which it ends.
 enum End {
     /// Protection is over.
     Over,
@@ -91,7 +91,7 @@ enum End {
 
 /// A guest that has just moved into a machine that records, for the sake of its log.
 struct Moved {
-    /// What it wrote in the former machine since the last checkpoint.
+    /// Pages that it wrote in the former machine since the last checkpoint.
     dirty: DirtySet,
     disk_reads: DiskReads,
 }
@@ -103,17 +103,17 @@ struct Capturer<'a> {
     staging: PageStaging,
     dirty: DirtySet,
     piece: DirtySet,
-    /// To be copied with the next checkpoint, whatever is found then.
+    /// Pages to be copied with the next checkpoint, whatever is found then.
     carried: DirtySet,
     device_state: Vec<u8>,
-    /// Of frames that go along with their epoch.
+    /// Allowances of frames that go along with their epoch.
     allowances: Vec<Allowance>,
     last_pages: u64,
-    /// Of the epoch that is being closed, if a snapshot is made of it.
+    /// Closing of the epoch that is being closed, if a snapshot is made of it.
     closing: Option<Closing>,
     /// Bytes that the guest had sent and was given when the last epoch was closed.
     carried_bytes: u64,
-    /// None where the system does not allow it.
+    /// Urgency of QEMU's threads; none where the system does not allow it.
     urgency: Option<Urgency>,
 }
 
@@ -252,7 +252,7 @@ impl<'a> Capturer<'a> {
         Ok(())
     }
 
-    /// One checkpoint.
+    /// Takes one checkpoint.
     fn checkpoint(&mut self, cut: Cut) -> anyhow::Result<()> {
         stand_still("checkpoint-due");
         let epoch = self.session.running();
@@ -299,7 +299,7 @@ impl<'a> Capturer<'a> {
         Ok(())
     }
 
-    /// How long the first output of the epoch that runs has waited now, if there is any.
+    /// The time that the first output of the epoch that runs has waited now, if there is any.
     fn output_waited(&self, now: Time) -> Option<Duration> {
         let last = self.session.group.rendezvous().last()?;
         self.session.output_since(last).map(|since| now - since)
@@ -333,7 +333,7 @@ impl<'a> Capturer<'a> {
         Ok(pages)
     }
 
-    /// What happens while the guest stands still; gives when it stopped.
+    /// Pauses the guest and copies while it stands still; gives when it stopped.
     fn pause_and_copy(
         &mut self,
         cut: Cut,

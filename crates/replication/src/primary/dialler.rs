@@ -59,7 +59,7 @@ impl Dialler {
         Ok((link, resumed.received))
     }
 
-    /// How the session's data gets from one path to the next.
+    /// The way in which the session's data gets from one path to the next.
     pub fn renewal(&self, paths: &Arc<PathMonitor>) -> Renewal {
         if !paths.are_several() {
             return Renewal::Never;

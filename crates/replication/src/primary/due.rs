@@ -1,4 +1,4 @@
-//! What the capture thread does next, and when.
+//! The next step of the capture thread, and its time.
 
 use super::session::{LONGEST_WAIT, Session};
 use crate::clock;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use understudy_protocol::{GroupStep, PrimaryPhase, Rendezvous};
 use understudy_session::primary::{Asked, Lead, next_step};
 
-/// What the capture thread does next.
+/// The next step of the capture thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// Take a checkpoint.
@@ -78,7 +78,7 @@ impl Session {
         }
     }
 
-    /// What the group is to do now, or how long to wait at most.
+    /// The step that the group is to take now, or the time to wait at most.
     fn due(&self, lead: &Lead, rendezvous: &Rendezvous) -> Result<GroupStep, Duration> {
         let asked = Asked { hand_over: lead.is_handed_over(), checkpoint: self.is_keep_wanted() };
         let pace = (rendezvous, &self.policy);

@@ -1,4 +1,4 @@
-//! How much a guest may write to its disks in one epoch.
+//! The room for what a guest may write to its disks in one epoch.
 //!
 //! What it writes goes to the backup at once, which keeps it in memory until the epoch is whole.
 //! So over a bound a checkpoint is due. While none can be taken, since epochs before it are on
@@ -7,10 +7,10 @@
 
 use understudy_threads::Waitable;
 
-/// Over so much a checkpoint is due. `room.rs` counts it.
+/// The bytes above which a checkpoint is due. `room.rs` counts it.
 pub const EPOCH_DISK_BYTES: u64 = 64 << 20;
 
-/// What a message takes in memory beside its payload.
+/// The bytes that a message takes in memory beside its payload.
 const MESSAGE_BYTES: u64 = 64;
 
 /// The room of the epoch that runs.
@@ -107,7 +107,7 @@ mod tests {
         heard
     }
 
-    /// How often the guest says that it wrote, `least` times or more.
+    /// The number of times that the guest says that it wrote, `least` times or more.
     fn drained(heard: &crossbeam_channel::Receiver<()>, least: usize) -> usize {
         let mut count = 0;
         for _ in 0..least {

@@ -23,14 +23,14 @@ use understudy_protocol::{
 use understudy_session::primary::{Event, Guests, Lead};
 use understudy_threads::{Mutex, MutexGuard, lock};
 
-/// Why protection ended, until more is known.
+/// The reason why protection ended, until more is known.
 pub const CONDEMNED: &str = "a thread panicked while it changed the state of protection";
 
 /// The members, and what they share.
 pub struct Group {
     /// Members, and how they are owned.
     pub membership: Membership,
-    /// What decides for all.
+    /// The state machine that decides for all.
     core: Mutex<Lead>,
     stance: Published,
     rendezvous: Mutex<Rendezvous>,
@@ -70,12 +70,12 @@ impl Group {
         })
     }
 
-    /// Where it stands, as of the last event. Waits for nobody.
+    /// The stance of it, as of the last event. Waits for nobody.
     pub(super) fn stance(&self) -> Stance {
         self.stance.get()
     }
 
-    /// To be called with its state machine after each event.
+    /// Publishes the stance of its state machine, after each event.
     pub(super) fn publish(&self, core: &Lead) {
         self.stance.publish(core);
     }
@@ -106,12 +106,12 @@ impl Group {
         sessions.iter().for_each(|session| act(session));
     }
 
-    /// Why the backup could not take over now, if it could not.
+    /// The reason why the backup could not take over now, if it could not.
     pub fn obstacle(&self) -> Option<String> {
         self.core().obstacle(clock::now())
     }
 
-    /// Why output waits for the backup for longer than it should, if it does.
+    /// The reason why output waits for the backup for longer than it should, if it does.
     pub fn delay(&self) -> Option<String> {
         self.core().delay(clock::now())
     }
@@ -126,12 +126,12 @@ impl Group {
         self.membership.generation_of(member, leaders)
     }
 
-    /// Where the members meet. Taken after the core's lock.
+    /// The rendezvous of the members. Taken after the core's lock.
     pub(super) fn rendezvous(&self) -> MutexGuard<'_, Rendezvous> {
         lock(&self.rendezvous)
     }
 
-    /// How far the data of all members has got.
+    /// The headway of the data of all members.
     pub(super) fn headway(&self) -> Headway {
         let mut all: Option<Headway> = None;
         self.each(|member| {
@@ -245,7 +245,7 @@ impl Group {
         core.set_pipeline(PIPELINE);
     }
 
-    /// From the first cut on, members hear each other without waiting.
+    /// Connects the members, who hear each other without waiting from the first cut on.
     fn connect_members(&self) {
         let sessions: Vec<_> = lock(&self.sessions).iter().filter_map(Weak::upgrade).collect();
         let machines: Vec<_> = sessions.iter().map(|session| session.machine()).collect();
@@ -273,7 +273,7 @@ impl Guests for Group {
         full
     }
 
-    /// As much as the busiest of them does.
+    /// The activity of the busiest of them.
     fn activity(&self) -> Activity {
         let mut all = Activity { idle: true, busy_share: 0.0 };
         self.each(|member| {

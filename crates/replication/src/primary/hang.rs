@@ -14,7 +14,7 @@ use understudy_session::primary::{Effect, Event};
 
 /// Looks at the guest's QEMU and disks, again and again.
 pub(super) struct HangWatch {
-    /// For how long QEMU may be silent.
+    /// Time for which QEMU may be silent.
     bound: Duration,
     detector: HangDetector,
     watched: Weak<Machine>,
@@ -35,7 +35,7 @@ impl HangWatch {
         }
     }
 
-    /// When to look again.
+    /// The time at which to look again.
     pub fn due(&self) -> Instant {
         self.looked + self.detector.interval()
     }
@@ -74,7 +74,7 @@ impl Disks {
         Disks(machine.disks().iter().map(|_| Silence::new(DISK_BOUND, interval)).collect())
     }
 
-    /// What is to be said of the first that hangs.
+    /// The notice about the first that hangs.
     fn look(&mut self, machine: &Machine, passed: Duration) -> Option<String> {
         let mut hung = None;
         for (disk, silence) in machine.disks().iter().zip(&mut self.0) {
@@ -87,7 +87,7 @@ impl Disks {
     }
 }
 
-/// There is nothing better than to wait where no backup could go on.
+/// Gives the guest up to the backup; where none could go on it is best to wait.
 fn hand_over(session: &Session, reason: &str, told: &mut bool) {
     if let Err(obstacle) = session.give_guest_up(reason)
         && !std::mem::replace(told, true)

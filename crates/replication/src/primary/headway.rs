@@ -1,4 +1,4 @@
-//! What has got to the backup: whether epochs move, where none is acknowledged.
+//! The measure of what has got to the backup: whether epochs move, where none is acknowledged.
 
 use super::session::Session;
 use crate::clock;
@@ -9,14 +9,14 @@ use tracing::info;
 use understudy_protocol::{Headway, PathEvent};
 use understudy_session::primary::Event;
 
-/// What the backup says of its work on what it has.
+/// The work of the backup on what it has, as it says.
 #[derive(Debug, Default)]
 pub(super) struct Work {
     /// Bytes that it has applied.
     applied: AtomicU64,
     /// Bytes of log that it has executed.
     executed: AtomicU64,
-    /// How often either grew.
+    /// Number of times that either grew.
     signs: AtomicU64,
 }
 
@@ -37,7 +37,7 @@ impl Work {
 }
 
 impl Session {
-    /// How far this VM's data has got.
+    /// The headway of this VM's data.
     pub(super) fn headway(&self) -> Headway {
         // Both machines stand still, again and again, while they are compared as a whole.
         let compares = self.recording().is_some_and(|log| log.comparer.is_wanted());

@@ -22,10 +22,10 @@ const QUEUE_FRAMES: usize = 512;
 /// A connection that stands still for so long is given up.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Between two tries to connect.
+/// Time between two tries to connect.
 const REDIAL_PAUSE: Duration = Duration::from_secs(1);
 
-/// How often the thread looks whether the session is over.
+/// Time between two looks of the thread whether the session is over.
 const GLANCE: Duration = Duration::from_millis(250);
 
 /// A frame on its way.
@@ -35,7 +35,7 @@ struct Arrival {
     frame: Vec<u8>,
 }
 
-/// What was forwarded of a session's inbound frames.
+/// The inbound frames of a session that were forwarded.
 pub struct Inbound {
     /// The epoch that receives what is delivered now; 0 while nobody could take over.
     epoch: AtomicU64,
@@ -68,7 +68,7 @@ impl Inbound {
         self.epoch.store(next.0, Ordering::Release);
     }
 
-    /// What `status` shows.
+    /// The report that `status` shows.
     pub fn report(&self) -> InboundReport {
         InboundReport {
             frames: self.frames.load(Ordering::Relaxed),
@@ -78,7 +78,7 @@ impl Inbound {
         }
     }
 
-    /// Called with every frame that a card got.
+    /// The sink that is called with every frame that a card got.
     fn sink(self: &Arc<Self>, card: CardIndex) -> InboundSink {
         let allowance = Mutex::new(Allowance::new(FORWARDED_BYTES));
         let inbound = self.clone();

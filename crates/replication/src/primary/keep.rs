@@ -13,23 +13,24 @@ use understudy_protocol::{Epoch, GroupName};
 use understudy_snapshot::SnapshotNumber;
 use understudy_threads::lock;
 
-/// How long a checkpoint is waited for: a backup that acknowledges nothing is given up before.
+/// Time for which a checkpoint is waited for: a backup that acknowledges nothing is given up
+/// before.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// How often it is looked whether protection has ended.
+/// Time between two looks whether protection has ended.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// What is done while the guest stands still.
+/// Work that is done while the guest stands still.
 pub type InPause = Box<dyn FnOnce() -> anyhow::Result<()> + Send>;
 
-/// What the capture thread is asked for, and who waits for the backup.
+/// The request to the capture thread, and who waits for the backup.
 #[derive(Default)]
 pub(super) struct Keeping {
     wanted: Option<Request>,
     waiting: Option<Waiting>,
 }
 
-/// Whoever waits for what the backup says of one snapshot.
+/// A waiter for what the backup says of one snapshot.
 struct Waiting {
     group: GroupName,
     number: SnapshotNumber,
@@ -69,7 +70,7 @@ impl Keeping {
         }
     }
 
-    /// Nobody waits for this snapshot any more.
+    /// Notes that nobody waits for this snapshot any more.
     fn let_go(&mut self, group: &GroupName, number: SnapshotNumber) {
         self.waiting.take_if(|waiting| waiting.is_for(group, number));
     }

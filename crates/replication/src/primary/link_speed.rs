@@ -1,4 +1,4 @@
-//! How long the link takes for a byte, from what it did: the encoder's measure of
+//! The time that the link takes for a byte, from what it did: the encoder's measure of
 //! what a byte less is worth.
 //!
 //! A burst is what the sending thread sends without having to wait for more. Its epoch's
@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 use understudy_protocol::{Epoch, Time};
 
-/// Smaller bursts say more about delay than about speed …
+/// The size below which a burst says more about delay than about speed …
 const LEAST_BYTES: u64 = 64 << 10;
 
 /// … and bursts smaller than this say what the delay is.
@@ -26,7 +26,7 @@ const KEPT: usize = 15;
 /// is faster than it is.
 const ONE_OF: usize = 5;
 
-/// What is being sent without interruption.
+/// A burst, which is being sent without interruption.
 #[derive(Clone, Debug)]
 pub struct Burst {
     began: Time,
@@ -51,7 +51,7 @@ impl Burst {
     }
 }
 
-/// What was learned about the link of one session.
+/// The speed that was learned of the link of one session.
 #[derive(Debug, Default)]
 pub struct LinkSpeed {
     in_flight: VecDeque<(Epoch, Burst)>,

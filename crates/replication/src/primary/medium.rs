@@ -10,22 +10,19 @@ use crossbeam_channel::RecvTimeoutError;
 use std::time::{Duration, Instant};
 use understudy_threads::lock;
 
-/// How long a backup may take to read a medium: a DVD from a slow disk.
+/// Time that a backup may take to read a medium: a DVD from a slow disk.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// How long it may take until the epoch of the change is committed.
+/// Time that it may take until the epoch of the change is committed.
 const COMMIT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How often it is looked whether protection has ended.
+/// Time between two looks whether protection has ended.
 const LOOK: Duration = Duration::from_millis(50);
 
 impl Session {
     /// The backup says whether it has a medium.
     pub(super) fn medium_answered(&self, answer: MediumAnswer) {
-        if let Some(waiting) = &lock(&self.awaited).medium {
-            // One answer is waited for.
-            let _ = waiting.try_send(answer);
-        }
+        lock(&self.awaited).medium.answered(answer);
     }
 
     /// Changes a medium on both hosts. Returns when the backup has it, or protection has ended; one
@@ -65,8 +62,13 @@ impl Session {
     }
 
     fn ask_for_medium(&self, medium: &Medium) -> anyhow::Result<()> {
-        let (waiting, answers) = crossbeam_channel::bounded(1);
-        lock(&self.awaited).medium = Some(waiting);
+        let Some(answers) = lock(&self.awaited).medium.ask() else {
+            let why = format!(
+                "host {} has not answered yet whether it has the medium that it was asked for before: try again in a while",
+                self.peer
+            );
+            return Err(MediumRefused(why).into());
+        };
         self.say(&ToBackup::MediumAsked(medium.clone()))?;
         let deadline = Instant::now() + ANSWER_TIMEOUT;
         loop {
@@ -76,7 +78,7 @@ impl Session {
                     let why = format!("host {} refuses: {why}", self.peer);
                     return Err(MediumRefused(why).into());
                 }
-                Err(RecvTimeoutError::Disconnected) => bail!("another change has begun"),
+                Err(RecvTimeoutError::Disconnected) => bail!("the session has ended"),
                 Err(RecvTimeoutError::Timeout) => {}
             }
             if self.is_over() || Instant::now() > deadline {

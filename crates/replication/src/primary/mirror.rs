@@ -83,8 +83,8 @@ pub fn begin(session: &Arc<Session>) {
     }
 }
 
-/// In lockstep: the guest stands still, and nothing that it writes from here on goes over. The
-/// backup's own guest writes it there. What it reads does, if that was asked for.
+/// Ends mirroring for lockstep: the guest stands still, and nothing that it writes from here on
+/// goes over. The backup's own guest writes it there. What it reads does, if that was asked for.
 pub fn end(session: &Session) {
     for disk in session.machine().disks() {
         disk.set_sink(None);
@@ -106,15 +106,15 @@ pub fn resume(session: &Arc<Session>) {
     }
 }
 
-/// What is to be copied of a disk.
+/// The share of a disk that is to be copied.
 pub enum Share {
     /// All data.
     Data,
-    /// These runs of blocks.
+    /// The data in these runs of blocks.
     Changes(Vec<Range<u64>>),
 }
 
-/// What is to be copied of each disk, counted into the progress. To be called after
+/// The share of each disk that is to be copied, counted into the progress. To be called after
 /// [`begin`]: what changes from then on reaches the backup by itself.
 pub fn shares(session: &Session) -> anyhow::Result<Vec<Share>> {
     let share = |disk: &Arc<Disk>| {
@@ -153,7 +153,7 @@ pub fn copy_disks(session: &Arc<Session>, shares: &[Share]) -> anyhow::Result<()
     Ok(())
 }
 
-/// How often changes that are on the backup's disks are forgotten.
+/// Time after which changes that are on the backup's disks are forgotten again.
 const ROUND_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Forgets changes once they are on the backup's disks, until protection ends.

@@ -45,6 +45,9 @@ pub use turn::Next;
 use understudy_protocol::HostName;
 use understudy_threads::{Mutex, spawn};
 
+/// Hears which backup has not been able to take over for long, and why. It is called under the state machine's lock.
+pub type TellSick = Box<dyn Fn(&HostName, &str) + Send + Sync>;
+
 use crate::clock;
 use crate::hand_back::AskWinner;
 use crate::handshake::Identity;
@@ -95,7 +98,7 @@ pub struct Detection {
     pub epoch: Duration,
 }
 
-/// What `protect` needs to know.
+/// The plan of a session, as `protect` needs it.
 pub struct Plan {
     /// Identity of this host.
     pub identity: Identity,
@@ -105,15 +108,15 @@ pub struct Plan {
     pub addresses: Vec<SocketAddr>,
     /// The generation at which this host owns the VM.
     pub generation: Generation,
-    /// How the backup is to keep up. The wish may be another one.
+    /// Mode in which the backup is to keep up. The wish may be another one.
     pub mode: Mode,
-    /// In lockstep: where the backup gets what its guest reads.
+    /// Source, in lockstep, from which the backup gets what its guest reads.
     pub disk_reads: DiskReads,
     /// Whether what the guest says on its console waits for its commit, too.
     pub hold_console: bool,
-    /// When to checkpoint.
+    /// Policy of when to checkpoint.
     pub policy: Policy,
-    /// How pages are encoded.
+    /// Encoding of pages.
     pub encoding: EncodingPlan,
     /// The shortest silence that counts as failure.
     pub timeout: Duration,
@@ -129,13 +132,15 @@ pub struct Plan {
     pub sessions: Vec<String>,
     /// Asks whoever has won the VM, while its guest is kept here.
     pub ask_winner: AskWinner,
+    /// Hears that the backup has not been able to take over for long.
+    pub tell_sick: TellSick,
     /// Where this host notes what its images are.
     pub records: Records,
-    /// What the operator asked for.
+    /// Request of the operator.
     pub wish: ProtectRequest,
-    /// Where the session's measurements are added.
+    /// Meters to which the session's measurements are added.
     pub meters: Meters,
-    /// Where what happens to the VM is told.
+    /// Events, to which what happens to the VM is told.
     pub events: VmEvents,
 }
 
@@ -201,6 +206,7 @@ pub fn protect(
         diverged: AtomicBool::new(false),
         arbiter: plan.arbiter,
         ask_winner: plan.ask_winner,
+        tell_sick: plan.tell_sick,
         contests,
         group,
         present: Mutex::new(Present::new(Watch::new(&machine)?, machine, recording)),
@@ -270,7 +276,8 @@ fn run_send(session: &Session, outflow: &Outflow) {
     }
 }
 
-/// Without compression pages are sent as they are; in lockstep there are few.
+/// The references, if they are used: without compression pages are sent as they are; in lockstep
+/// there are few.
 fn references(plan: &EncodingPlan, mode: Mode) -> Option<Arc<References>> {
     let refers = plan.compression != Compression::None && mode == Mode::Checkpoint;
     refers.then(|| Arc::new(References::new()))
@@ -314,7 +321,8 @@ fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
     over(phase);
 }
 
-/// Nobody reads a log whose begin or end has failed: QEMU would wait for room in it for ever.
+/// Forgets a log whose begin or end has failed, which nobody reads: QEMU would wait for room in it
+/// for ever.
 fn forget_log(session: &Session) {
     let machine = session.machine();
     if session.recording().is_some()

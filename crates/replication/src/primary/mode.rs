@@ -1,4 +1,5 @@
-//! How the backup keeps up, and since when: by checkpoints, or by the log of lockstep.
+//! The mode in which the backup keeps up, and since when: by checkpoints, or by the log of
+//! lockstep.
 
 use super::inbound;
 use super::session::Session;
@@ -14,7 +15,7 @@ impl Session {
         lock(&self.present).recording.clone()
     }
 
-    /// How the backup keeps up.
+    /// The mode in which the backup keeps up.
     pub fn mode(&self) -> Mode {
         match self.recording() {
             Some(_) => Mode::Lockstep,
@@ -22,7 +23,7 @@ impl Session {
         }
     }
 
-    /// Since this epoch the backup keeps up as it does.
+    /// The epoch since which the backup keeps up as it does.
     pub(super) fn turned(&self) -> Epoch {
         lock(&self.present).turned
     }

@@ -119,7 +119,7 @@ pub fn await_ready(data: &Arc<Channel>, machine: &Machine, peer: &str) -> anyhow
     Ok(())
 }
 
-/// What the backup's QEMU reads when it starts, before the disks are copied.
+/// The files that the backup's QEMU reads when it starts, before the disks are copied.
 fn start_files(machine: &Machine) -> anyhow::Result<Vec<(FileOffer, PathBuf)>> {
     let definition = machine.definition_now();
     let boot = [

@@ -10,7 +10,7 @@ use understudy_network::Port;
 use understudy_protocol::{Allowance, CARRIED_BYTES, CardFrames, Epoch, Output};
 use understudy_report::OutboundReport;
 
-/// What was carried of a session's outbound frames.
+/// The outbound frames of a session that were carried.
 #[derive(Debug, Default)]
 pub struct Outbound {
     frames: AtomicU64,
@@ -19,7 +19,7 @@ pub struct Outbound {
 }
 
 impl Outbound {
-    /// What `status` shows.
+    /// The report that `status` shows.
     pub fn report(&self) -> OutboundReport {
         OutboundReport {
             frames: self.frames.load(Ordering::Relaxed),
@@ -45,7 +45,7 @@ impl Outbound {
     }
 }
 
-/// How much of each card's frames is carried.
+/// The allowance of each card's frames that are carried.
 pub fn allowances(machine: &Machine) -> Vec<Allowance> {
     machine.ports().iter().map(|_| Allowance::new(CARRIED_BYTES)).collect()
 }

@@ -10,7 +10,7 @@ use understudy_protocol::{Epoch, Policy, Throttle, Time};
 use understudy_report::ThrottleReport;
 use understudy_threads::{Mutex, lock};
 
-/// Why a guest is slowed down.
+/// The reason why a guest is slowed down.
 const OUTRUNS_LINK: &str = "writes faster than the link carries";
 const OUTRUNS_BACKUP: &str = "is faster than its backup executes the log";
 
@@ -28,7 +28,7 @@ struct State {
     vcpus: Vcpus,
 }
 
-/// What holds of the vCPUs at present.
+/// The limit that holds for the vCPUs at present.
 #[derive(Debug)]
 enum Vcpus {
     Free,
@@ -78,7 +78,7 @@ impl Pace {
         lock(&self.state).throttle.committed(epoch, now);
     }
 
-    /// How long to wait before somebody looks how much the guest has written, if at all.
+    /// The time to wait before somebody looks how much the guest has written, if at all.
     pub fn next_look(&self) -> Option<Duration> {
         lock(&self.state).throttle.next_look(clock::now())
     }
@@ -91,8 +91,7 @@ impl Pace {
         cut_short
     }
 
-    /// In lockstep: the part of its processor that the guest may use, so that the backup keeps
-    /// up.
+    /// Limits, in lockstep, the guest to this part of its processor, so that the backup keeps up.
     pub fn limit(&self, share: f64) {
         self.apply(&mut lock(&self.state).vcpus, share, OUTRUNS_BACKUP);
     }
@@ -184,7 +183,7 @@ impl Pace {
     }
 }
 
-/// While it lives, the vCPUs run without a limit.
+/// Lets the vCPUs run without a limit while it lives.
 pub struct Lifted<'a>(&'a Pace);
 
 impl Drop for Lifted<'_> {

@@ -1,4 +1,4 @@
-//! Where a VM is on its host, which changes while it is protected.
+//! The place of a VM on its host, which changes while it is protected.
 
 use super::activity::{Used, Watch};
 use super::session::Session;
@@ -9,12 +9,12 @@ use understudy_machine::Machine;
 use understudy_protocol::{Activity, Epoch, PrimaryPhase};
 use understudy_threads::lock;
 
-/// Where the VM is on this host, and how its backup keeps up with it. Changed under the core's
+/// The place of the VM on this host, and how its backup keeps up with it. Changed under the core's
 /// lock.
 pub(super) struct Present {
     /// Another one after a succession.
     pub machine: Arc<Machine>,
-    /// What the guest does in it, and had done when it went on after its last pause.
+    /// Watch of what the guest does in it, and had done when it went on after its last pause.
     pub watch: Arc<Watch>,
     resumed: Used,
     /// Its log, in lockstep.
@@ -24,7 +24,7 @@ pub(super) struct Present {
 }
 
 impl Present {
-    /// Where it is when protection begins.
+    /// The place where it is when protection begins.
     pub fn new(watch: Watch, machine: Arc<Machine>, recording: Option<Arc<Recording>>) -> Present {
         let resumed = watch.used();
         Present { machine, watch: Arc::new(watch), resumed, recording, turned: MACHINE }
@@ -37,7 +37,7 @@ impl Session {
         lock(&self.present).machine.clone()
     }
 
-    /// What the guest does.
+    /// The activity of the guest.
     pub(super) fn activity(&self) -> Activity {
         let (machine, watch, resumed) = {
             let present = lock(&self.present);

@@ -1,4 +1,4 @@
-//! How far the first synchronisation has come.
+//! The progress of the first synchronisation.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Nothing copied, nothing known.
+    /// A progress with nothing copied, and nothing known.
     pub fn new() -> Progress {
         Progress {
             started: Instant::now(),
@@ -25,7 +25,7 @@ impl Progress {
         }
     }
 
-    /// More to copy became known.
+    /// Adds more to copy, which became known.
     pub fn expect(&self, bytes: u64) {
         self.total.fetch_add(bytes, Ordering::Relaxed);
     }

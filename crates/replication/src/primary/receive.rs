@@ -1,5 +1,5 @@
-//! What the backup says: acknowledgements, which release output, how far it is with the rest, and
-//! its last word.
+//! The messages of the backup: acknowledgements, which release output, how far it is with the rest,
+//! and its last word.
 
 use super::session::Session;
 use crate::lockstep::be_urgent;

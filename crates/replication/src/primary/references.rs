@@ -1,4 +1,4 @@
-//! Which pages the backup can read from its mirror (Remus 5, introspection).
+//! The pages that the backup can read from its mirror (Remus 5, introspection).
 //!
 //! Blocks that the guest reads are remembered by their content. A page with the same
 //! content is sent as a reference, which the backup reads from its mirror twice: when it
@@ -21,7 +21,7 @@ use understudy_threads::{Mutex, lock};
 /// Blocks remembered, and as many noted as written: 256 MiB of the disks, for some 12 MB of RAM.
 const MOST_BLOCKS: usize = 65_536;
 
-/// Later than any epoch: not in this session.
+/// An epoch later than any: not in this session.
 const NEVER: Epoch = Epoch(u64::MAX);
 
 /// The blocks of one session.
@@ -52,7 +52,7 @@ impl References {
         References(Mutex::new(Table::new(MOST_BLOCKS)))
     }
 
-    /// Where the backup has this page, if it is known to have it.
+    /// The place where the backup has this page, if it is known to have it.
     pub fn find(&self, page: &Page) -> Option<Reference> {
         if lock(&self.0).by_hash.is_empty() {
             return None;

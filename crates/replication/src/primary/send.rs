@@ -23,7 +23,7 @@ use understudy_protocol::{Epoch, EpochDigest, EpochEnd, Time};
 /// Bytes that may wait to be sent, beside captured pages.
 const QUEUE_BYTES: u64 = 32 << 20;
 
-/// What waits to be sent, in the order of the wire.
+/// A thing that waits to be sent, in the order of the wire.
 #[derive(Debug)]
 pub enum Outgoing {
     /// Captured pages.
@@ -32,11 +32,11 @@ pub enum Outgoing {
     Piece(Epoch, Piece<'static>),
     /// The backup's memory has changed by other means: what was sent before is no base for deltas.
     Forget,
-    /// Everything of the epoch went before.
+    /// The end of the epoch, of which everything went before.
     EpochEnd(Epoch, Time),
-    /// What belongs to no epoch.
+    /// A message that belongs to no epoch.
     Message(ToBackup<'static>),
-    /// Nothing comes after this.
+    /// The end, after which nothing comes.
     End,
 }
 

@@ -23,6 +23,7 @@ use crate::membership::Membership;
 use crate::messages::ToBackup;
 use crate::moments::strike;
 use crate::paths::PathMonitor;
+use crate::primary::TellSick;
 use crate::records::Records;
 use crate::resync::Basis;
 use crossbeam_channel::Sender;
@@ -46,7 +47,7 @@ use understudy_report::events::{EventKind, VmEvents};
 use understudy_session::primary::{Effect, Event, Lead};
 use understudy_threads::{Mutex, spawn};
 
-/// Nothing waits longer than this without looking again.
+/// The longest time that anything waits without looking again.
 pub(super) const LONGEST_WAIT: Duration = Duration::from_millis(500);
 
 /// The state shared by a session's threads.
@@ -57,32 +58,32 @@ pub struct Session {
     pub peer: HostName,
     /// Names the session.
     pub id: String,
-    /// What the first synchronisation begins with.
+    /// The basis that the first synchronisation begins with.
     pub basis: Basis,
     pub(super) present: Mutex<Present>,
-    /// When to checkpoint.
+    /// The policy of when to checkpoint.
     pub policy: Policy,
-    /// How pages are encoded.
+    /// The encoding of pages.
     pub encoding: EncodingPlan,
-    /// What the guest says on its console, if that waits for its commit, too.
+    /// The guest's words on its console, if they wait for their commit, too.
     pub console: Option<Arc<ConsoleOutput>>,
     /// The change of the way in which the backup keeps up.
     pub turning: Turning,
-    /// Held while changes of the disks are forgotten, and while the way changes.
+    /// The rounds, locked while changes of the disks are forgotten, and while the way changes.
     pub(super) rounds: Mutex<Rounds>,
-    /// What was measured.
+    /// The measurements.
     pub stats: Stats,
-    /// How fast the guest may run.
+    /// The pace at which the guest may run.
     pub pace: Pace,
-    /// Where what happens to the VM is told.
+    /// The log to which what happens to the VM is told.
     pub(super) events: VmEvents,
     /// The first synchronisation.
     pub progress: Progress,
-    /// What goes to the backup.
+    /// The queue of what goes to the backup.
     pub outbox: Outbox,
     /// Copies of what the guest receives.
     pub inbound: Arc<Inbound>,
-    /// What the guest sent, on its way to the backup.
+    /// The frames that the guest sent, on their way to the backup.
     pub outbound: Outbound,
     /// The tag of disk writes: 0 during the first synchronisation.
     pub disk_epoch: AtomicU64,
@@ -99,7 +100,7 @@ pub struct Session {
     pub(super) records: Records,
     /// The last epoch that is on the backup's disks.
     pub(super) settled: AtomicU64,
-    /// What the guest read from its disks, if references may be sent.
+    /// The pages that the guest read from its disks, if references may be sent.
     pub(super) references: Option<Arc<References>>,
     /// The VMs that this one is protected with, and this one's place among them.
     pub(super) group: Arc<Group>,
@@ -109,6 +110,7 @@ pub struct Session {
     pub(super) arbiter: Arbiter,
     /// Asks whoever has won the VM.
     pub(super) ask_winner: AskWinner,
+    pub(super) tell_sick: TellSick,
     pub(super) contests: Sender<Generation>,
 }
 
@@ -119,8 +121,8 @@ impl Session {
             || self.console.as_ref().is_some_and(|console| console.held_bytes() > 0)
     }
 
-    /// Since when output of the epoch that runs has waited, if any does: words on the console
-    /// since that epoch began, or later.
+    /// The time since which output of the epoch that runs has waited, if any does: words on the
+    /// console since that epoch began, or later.
     pub(super) fn output_since(&self, last: LastCheckpoint) -> Option<Time> {
         let machine = self.machine();
         let frames = machine.ports().iter().filter_map(|port| port.waits_since()).min();
@@ -133,12 +135,12 @@ impl Session {
         self.machine().ports().iter().map(|port| port.carried_bytes()).sum()
     }
 
-    /// Where protection stands.
+    /// The phase in which protection is.
     pub fn phase(&self) -> PrimaryPhase {
         self.group.core().phase().clone()
     }
 
-    /// Where it stands, as of the last event. Waits for nobody.
+    /// The stance of it, as of the last event. Waits for nobody.
     pub fn stance(&self) -> Stance {
         self.group.stance()
     }
@@ -162,7 +164,7 @@ impl Session {
         (generation, core.committed(), core.in_flight())
     }
 
-    /// What this VM shares with those that it is protected with.
+    /// The group that this VM is protected with.
     pub fn group(&self) -> Arc<Group> {
         self.group.clone()
     }
@@ -228,6 +230,9 @@ impl Session {
                 let reason = reason.clone();
                 self.events.record(EventKind::BackupUnfit { peer: peer(), reason });
             }
+            Effect::BackupSick(reason) => {
+                self.group.each(|member| (member.tell_sick)(&member.peer, reason));
+            }
             Effect::BackupFit => self.events.record(EventKind::BackupFit { peer: peer() }),
             Effect::GiveUp(reason) => {
                 warn!(vm = %self.vm, "{reason}: host {} is to take over", self.peer);
@@ -237,7 +242,7 @@ impl Session {
         }
     }
 
-    /// Under the core's lock, so that the order of actions is the order of
+    /// Performs an action under the core's lock, so that the order of actions is the order of
     /// events. Every member does the same, but for what the leader says for all.
     /// Nothing here waits: what takes time goes to other threads. `decided` is not
     /// after the time at which the state machine decided; `planned`: the operator wants a fail-over.
@@ -317,7 +322,7 @@ impl Session {
         self.heartbeats.close();
     }
 
-    /// Nothing more is mirrored. Another thread takes the sinks away, which are closed by then: a
+    /// Ends mirroring. Another thread takes the sinks away, which are closed by then: a
     /// write that its disk does not answer would hold everybody up.
     fn end_mirroring(&self) {
         self.epoch_room.close();

@@ -1,5 +1,5 @@
-//! Where a group's protection stands, for whoever keeps the leases of all VMs: to be had without the state
-//! machine's lock, under which one VM's disk or QEMU could hold that up for all.
+//! The stance of a group's protection, for whoever keeps the leases of all VMs: to be had without
+//! the state machine's lock, under which one VM's disk or QEMU could hold that up for all.
 
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use understudy_protocol::{Generation, Primary, PrimaryPhase};
@@ -8,7 +8,7 @@ const ALONE: u8 = 1;
 const GUARDS: u8 = 2;
 const CONTESTS: u8 = 4;
 
-/// As of the last event.
+/// The stance as of the last event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stance {
     /// The leader's generation.
@@ -40,14 +40,14 @@ pub struct Published {
 }
 
 impl Published {
-    /// That of a state machine which has just begun.
+    /// The stance of a state machine which has just begun.
     pub fn new(core: &Primary) -> Published {
         let published = Published { generation: AtomicU64::new(0), flags: AtomicU8::new(0) };
         published.publish(core);
         published
     }
 
-    /// To be called under the state machine's lock, after each event.
+    /// Publishes the stance, under the state machine's lock, after each event.
     pub fn publish(&self, core: &Primary) {
         let Stance { generation, is_alone, guards_output, contests } = Stance::of(core);
         let flag = |is_set: bool, flag: u8| if is_set { flag } else { 0 };

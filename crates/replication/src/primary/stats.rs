@@ -1,4 +1,4 @@
-//! What a session measured: the last checkpoints and the bytes sent.
+//! The measurements of a session: the last checkpoints and the bytes sent.
 
 use super::link_speed::LinkSpeed;
 use crate::clock;
@@ -20,7 +20,7 @@ const BANDWIDTH_SPAN: Duration = Duration::from_secs(2);
 /// Measurements of one protection session.
 #[derive(Debug)]
 pub struct Stats {
-    /// What the VM's sessions add to.
+    /// The meters that the VM's sessions add to.
     meters: VmMeters,
     bytes_sent: AtomicU64,
     inner: Mutex<Inner>,
@@ -37,12 +37,12 @@ struct Inner {
     written_pages: u64,
     /// The end of the pause of the last committed checkpoint.
     committed_from: Option<Time>,
-    /// When that was acknowledged.
+    /// Time at which that was acknowledged.
     committed_at: Option<Time>,
     samples: VecDeque<Sample>,
 }
 
-/// What had been sent and written at a moment.
+/// A sample of what had been sent and written at a moment.
 #[derive(Clone, Copy, Debug)]
 struct Sample {
     at: Time,
@@ -72,12 +72,12 @@ impl Stats {
         work(&mut lock(&self.inner).link)
     }
 
-    /// What the encoder did so far, and with what it goes on.
+    /// Notes what the encoder did so far, and with what it goes on.
     pub fn encoded(&self, counters: Counters, methods: Methods) {
         lock(&self.inner).encoding = (counters, methods);
     }
 
-    /// What [`Stats::encoded`] was told last.
+    /// The values that [`Stats::encoded`] was told last.
     pub fn encoding(&self) -> (Counters, Methods) {
         lock(&self.inner).encoding
     }
@@ -144,7 +144,7 @@ impl Stats {
         PauseReport { p50: pauses.at(0.5), p99: pauses.at(0.99), max }
     }
 
-    /// How long output has waited in the committed epochs that had any.
+    /// The time that output has waited in the committed epochs that had any.
     pub fn output_wait(&self) -> Option<OutputReport> {
         let timings = self.timings();
         let waits = |more: fn(&CheckpointTiming) -> f64| {
@@ -161,7 +161,7 @@ impl Stats {
         })
     }
 
-    /// How old the state is that the backup would go on with: what the guest did since is lost
+    /// The age of the state that the backup would go on with: what the guest did since is lost
     /// with this host. None before the first commit.
     pub fn uncommitted_ms(&self) -> Option<f64> {
         let from = lock(&self.inner).committed_from?;

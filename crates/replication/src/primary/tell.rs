@@ -1,4 +1,4 @@
-//! What a session's phases tell its VM's log of events.
+//! The events that a session's phases tell its VM's log.
 
 use super::session::Session;
 use crate::resync::Basis;

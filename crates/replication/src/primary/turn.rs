@@ -16,20 +16,20 @@ use understudy_machine::Machine;
 use understudy_report::{DiskReads, Mode};
 use understudy_threads::Waitable;
 
-/// How long the backup's QEMU may take to start.
+/// Time that the backup's QEMU may take to start.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How long it may take until the guest's next epoch ends with the turn, and is committed.
+/// Time that it may take until the guest's next epoch ends with the turn, and is committed.
 const TURN_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How often a waiter looks whether the session lives.
+/// Time between two looks of a waiter whether the session lives.
 const GLANCE: Duration = Duration::from_millis(50);
 
-/// Everything is there for the turn.
+/// All that is there for the turn.
 pub struct Prepared {
     /// The other way.
     pub mode: Mode,
-    /// In lockstep: where the backup gets what its guest reads.
+    /// Source, in lockstep, from which the backup gets what its guest reads.
     pub disk_reads: DiskReads,
     /// The VM must be moved into this machine first.
     pub next: Option<Next>,
@@ -42,11 +42,11 @@ pub type Adopt = Box<dyn FnOnce(&Arc<Machine>) + Send>;
 pub struct Next {
     /// Machine that has all but the guest.
     pub machine: Arc<Machine>,
-    /// What is left to do when it has the guest.
+    /// Work that is left to do when it has the guest.
     pub adopt: Adopt,
 }
 
-/// How far a turn is.
+/// The progress of a turn.
 #[derive(Default)]
 pub struct Turning {
     state: Waitable<State>,
@@ -59,11 +59,11 @@ enum State {
     /// The backup was asked.
     Asked,
     Answered(Answer),
-    /// For the capture thread.
+    /// The turn is due, for the capture thread.
     Due(Prepared),
-    /// It has begun.
+    /// The turn has begun.
     UnderWay,
-    /// As it ended: without an error the epoch has been captured.
+    /// The turn ended so: without an error the epoch has been captured.
     Ended(anyhow::Result<()>),
 }
 

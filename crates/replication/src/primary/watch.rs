@@ -13,7 +13,7 @@ use understudy_protocol::{Generation, PrimaryPhase, Verdict};
 use understudy_session::hand_back::WinnersWord;
 use understudy_session::primary::Event;
 
-/// How often the bandwidth is sampled.
+/// Time between two samples of the bandwidth.
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Watches until protection is over. At ordinary urgency: where threads are starved, QEMU's main

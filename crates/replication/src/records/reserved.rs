@@ -12,7 +12,7 @@ use std::path::Path;
 
 /// Both files are a multiple of this: room for a content that grows a little.
 const UNIT_BYTES: usize = 16 * 1024;
-/// What no reader of JSON minds.
+/// A byte that no reader of JSON minds.
 const FILLER: u8 = b' ';
 
 /// Replaces the content of the file, which is JSON. On return it is on stable storage, and so is

@@ -9,21 +9,21 @@ use std::path::PathBuf;
 use understudy_protocol::{GroupName, HostName};
 use understudy_snapshot::SnapshotNumber;
 
-/// How much somebody should care about an event.
+/// Severity of an event.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
 )]
 #[serde(rename_all = "kebab-case")]
 pub enum Severity {
-    /// As it should be.
+    /// All is as it should be.
     Info,
-    /// Less redundancy than was asked for, or soon.
+    /// Redundancy is less than was asked for, or will be soon.
     Warning,
     /// A VM stands still, or has lost its protection.
     Error,
 }
 
-/// What happened.
+/// The kind of an event: what happened.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub enum EventKind {
@@ -33,7 +33,7 @@ pub enum EventKind {
     CameUp,
     /// The VM is to come up with its host, and does not yet.
     StartAwaited {
-        /// What it waits for.
+        /// The reason why it waits.
         reason: String,
     },
     /// The VM was stopped.
@@ -61,9 +61,9 @@ pub enum EventKind {
     Copied {
         /// Bytes that were sent.
         bytes: u64,
-        /// How long that took.
+        /// Time taken, in seconds.
         seconds: f64,
-        /// Why all was copied; none if only what may have changed was.
+        /// The reason why all was copied; none if only what may have changed was.
         full_because: Option<String>,
     },
     /// Every output waits for the backup from now on.
@@ -78,50 +78,50 @@ pub enum EventKind {
     },
     /// The backup is silent, or the VM's QEMU: the arbiter is asked.
     Contested {
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// The backup could not take over now.
     BackupUnfit {
         /// The backup.
         peer: HostName,
-        /// Why.
+        /// The reason.
         reason: String,
     },
-    /// It could again.
+    /// The backup could take over again.
     BackupFit {
         /// The backup.
         peer: HostName,
     },
     /// The VM runs alone although it should be protected.
     ProtectionLost {
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// No host could be found as the next backup.
     NoBackup {
-        /// Why, host by host.
+        /// The reason, host by host.
         reason: String,
     },
     /// Protection ended as asked for.
     Unprotected,
     /// This host has taken the VM over.
     TookOver {
-        /// Why.
+        /// The reason.
         reason: String,
-        /// Where the time of it went.
+        /// The parts of its time.
         phases: TakeoverReport,
     },
     /// The VM was handed over to this host as planned.
     CameOver {
         /// The host that it came from.
         from: HostName,
-        /// Where the time of it went.
+        /// The parts of its time.
         phases: TakeoverReport,
     },
     /// This host has won the VM and could not start it.
     TakeOverFailed {
-        /// What went wrong.
+        /// The reason: what went wrong.
         reason: String,
     },
     /// The VM went to its backup as planned.
@@ -131,7 +131,7 @@ pub enum EventKind {
     },
     /// This host's copy of the VM is halted.
     Fenced {
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// The VM has another keeper, and its guest goes on.
@@ -140,12 +140,12 @@ pub enum EventKind {
         former: u32,
         /// The process that keeps it now.
         keeper: u32,
-        /// For how long the guest stood still, in milliseconds.
+        /// Time for which the guest stood still, in milliseconds.
         still_ms: u64,
     },
     /// The VM's last keeper has left its guest, which stands still, and no other goes on with it.
     WithoutKeeper {
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// This host is the VM's backup from now on.
@@ -159,14 +159,14 @@ pub enum EventKind {
     PathDown {
         /// The path.
         path: String,
-        /// Why.
+        /// The reason.
         reason: String,
         /// Paths that are left.
         left: usize,
         /// All paths.
         all: usize,
     },
-    /// It is up again.
+    /// The path is up again.
     PathUp {
         /// The path.
         path: String,
@@ -179,20 +179,20 @@ pub enum EventKind {
     DiskError {
         /// The disk and its error.
         error: String,
-        /// What becomes of the guest.
+        /// The outcome for the guest.
         outcome: String,
     },
     /// The VM runs here alone, another host has a copy, and this host could not show the arbiter
     /// that it lives: the guest stands still.
     LeaseRanOut {
-        /// Why.
+        /// The reason.
         reason: String,
     },
-    /// It is still this host's, and goes on.
+    /// The VM is still this host's, and goes on.
     LeaseRenewed,
     /// This host, or its daemon, did nothing for a while.
     StoodStill {
-        /// For how long.
+        /// Time for which they did, in seconds.
         seconds: f64,
         /// Whether its clocks stood still, too, so that only other hosts could tell.
         clocks_too: bool,
@@ -201,7 +201,7 @@ pub enum EventKind {
     MediumChanged {
         /// The drive, like `disk1`.
         drive: String,
-        /// What is in it; none if it is empty.
+        /// The medium in it; none if it is empty.
         medium: Option<PathBuf>,
     },
     /// A snapshot was taken.
@@ -211,14 +211,14 @@ pub enum EventKind {
         /// Its number. Not `number`, which the event has.
         #[serde(rename = "snapshot")]
         number: SnapshotNumber,
-        /// Where it is.
+        /// The store where it is.
         store: String,
     },
     /// A snapshot that was due was not taken.
     SnapshotFailed {
         /// The VM or group.
         group: GroupName,
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// The VM runs as of a snapshot.
@@ -229,27 +229,28 @@ pub enum EventKind {
         #[serde(rename = "snapshot")]
         number: SnapshotNumber,
     },
-    /// Many wrong tokens have come to the API from one address, from which none counts for a while.
+    /// Wrong tokens in great number have come to the API from one address, from which none counts
+    /// for a while.
     WrongTokens {
         /// The address.
         from: IpAddr,
     },
-    /// Something about this host's certificate has to be seen to.
+    /// The certificate of this host has to be seen to.
     Certificate {
-        /// What, and what to do.
+        /// The problem, and what to do.
         problem: String,
     },
     /// The arbiter cannot be used.
     ArbiterLost {
-        /// Why.
+        /// The reason.
         reason: String,
     },
-    /// It can be used again.
+    /// The arbiter can be used again.
     ArbiterFound {
-        /// Which one it is.
+        /// The arbiter, by its kind and place.
         arbiter: String,
     },
-    /// Something else.
+    /// A note of something else.
     Note {
         /// The sentence. Not `text`, which every event has.
         #[serde(rename = "note")]
@@ -258,7 +259,7 @@ pub enum EventKind {
 }
 
 impl EventKind {
-    /// How grave it is.
+    /// The severity of the event.
     pub fn severity(&self) -> Severity {
         use EventKind::*;
         match self {

@@ -9,18 +9,19 @@ use understudy_protocol::{Time, planted};
 /// takes on a disk that is merely busy, and far less than what a primary waits for a proof.
 pub const HANG: Duration = Duration::from_secs(3);
 
-/// What is known of it.
+/// The fitness of a backup, as far as it is known.
 #[derive(Clone, Debug)]
 pub struct Fitness {
     patience: Duration,
-    /// What of this host does not answer.
+    /// The part of this host that does not answer.
     ailment: Option<String>,
-    /// Why the arbiter would not give it the VM, as it last found.
+    /// The reason why the arbiter would not give it the VM, as it last found.
     unproven: Option<String>,
 }
 
 impl Fitness {
-    /// That of a backup which nothing is known against; what does not answer for `patience` hangs.
+    /// The fitness of a backup which nothing is known against; what does not answer for `patience`
+    /// hangs.
     pub fn new(patience: Duration) -> Fitness {
         Fitness { patience, ailment: None, unproven: None }
     }
@@ -50,7 +51,7 @@ impl Fitness {
         (before.is_some() != self.unproven.is_some()).then(|| self.unproven.clone())
     }
 
-    /// Why this host could not take over, as it last found.
+    /// The reason why this host could not take over, as it last found.
     pub fn obstacle(&self) -> Option<String> {
         self.ailment.clone().or_else(|| self.unproven.clone())
     }

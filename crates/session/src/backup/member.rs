@@ -17,16 +17,16 @@ pub enum Copy {
     Filling,
     /// A whole epoch.
     Whole,
-    /// Nothing that a guest could go on from, for this reason.
+    /// No state that a guest could go on from, for this reason.
     Failed(String),
 }
 
-/// What is to be done for a member, one after the other.
+/// A step that is to be taken for a member, one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// A committed epoch.
     Apply(Epoch),
-    /// What was applied so far.
+    /// The epochs that were applied so far.
     Settle,
     /// The VM is won.
     TakeOver,
@@ -37,20 +37,20 @@ pub enum Step {
 /// A member.
 #[derive(Clone, Debug)]
 pub struct Member {
-    /// What it has of the VM.
+    /// The copy that it has of the VM.
     pub copy: Copy,
     /// The last epoch that its mirrors hold.
     pub applied: Epoch,
     /// The errand that is being done.
     pub busy: Option<Errand>,
     steps: VecDeque<Step>,
-    /// Between [`Step::TakeOver`] and its end.
+    /// Whether it is between [`Step::TakeOver`] and its end.
     pub takes_over: bool,
     /// Whether it can go further, while it waits for the others to come as far.
     pub answer: Option<Result<(), String>>,
     /// The primary is told why this host gives up.
     pub told: bool,
-    /// Nothing more comes from the primary.
+    /// Whether nothing more comes from the primary.
     pub hung_up: bool,
     /// This host has ended the connections.
     pub closed: bool,
@@ -61,7 +61,7 @@ pub struct Member {
 }
 
 impl Member {
-    /// One whose session begins.
+    /// A member whose session begins.
     pub fn new() -> Member {
         Member {
             copy: Copy::Filling,
@@ -78,7 +78,7 @@ impl Member {
         }
     }
 
-    /// One more step. The last one comes once.
+    /// Plans one more step. The last one comes once.
     pub fn plan(&mut self, step: Step) {
         if !self.ended && self.parts_by.is_none() {
             self.steps.push_back(step);
@@ -96,7 +96,7 @@ impl Member {
         if waits { None } else { self.steps.pop_front() }
     }
 
-    /// What is to be done with a committed epoch.
+    /// The errand for a committed epoch.
     pub fn errand_for(&self, epoch: Epoch) -> Errand {
         match self.copy {
             Copy::Failed(_) if !planted!(ApplyBehindGap) => Errand::Skip(epoch),
@@ -116,7 +116,7 @@ impl Member {
         !self.ended && self.parts_by.is_some_and(due)
     }
 
-    /// How a member that has forgotten its VM ends. `won`: this host had won it.
+    /// The way in which a member that has forgotten its VM ends. `won`: this host had won it.
     pub fn ending(&self, won: bool) -> Ending {
         match &self.copy {
             Copy::Failed(reason) if won => Ending::Returned(reason.clone()),

@@ -30,7 +30,7 @@ use understudy_protocol::{
 #[derive(Clone, Debug)]
 pub struct Standby {
     core: Backup,
-    /// How many members the group has; they join in order.
+    /// Number of members that the group has; they join in order.
     size: usize,
     members: Vec<Member>,
     staging: GroupStaging<()>,
@@ -41,7 +41,7 @@ pub struct Standby {
     planned: bool,
     /// QEMU did not follow the log.
     diverged: bool,
-    /// Whoever changed the state machine panicked.
+    /// Whether whoever changed the state machine panicked.
     condemned: bool,
 }
 
@@ -75,12 +75,12 @@ impl Standby {
         joins
     }
 
-    /// How many members' sessions have begun.
+    /// The number of members whose sessions have begun.
     pub fn joined(&self) -> usize {
         self.members.len()
     }
 
-    /// Where the group stands.
+    /// The phase in which the group is.
     pub fn phase(&self) -> &BackupPhase {
         self.core.phase()
     }
@@ -110,7 +110,7 @@ impl Standby {
         self.planned
     }
 
-    /// Why this host could not take over, as it last found.
+    /// The reason why this host could not take over, as it last found.
     pub fn obstacle(&self) -> Option<String> {
         self.fitness.obstacle()
     }
@@ -393,8 +393,8 @@ impl Standby {
         }
     }
 
-    /// Whoever panicked may have been about to do what was decided: then all that is left is to
-    /// forget the copies.
+    /// Handles a panic. Whoever panicked may have been about to do what was decided: then all that
+    /// is left is to forget the copies.
     fn panicked(&mut self, now: Time, reason: String, effects: &mut Vec<Effect>) {
         if !self.condemned {
             return self.give_up(now, reason, effects);

@@ -113,7 +113,7 @@ impl Standby {
         Some(self.members.iter_mut().filter_map(|member| member.answer.take()).collect())
     }
 
-    /// One member at least cannot go live.
+    /// Ends the attempts, as one member at least cannot go live.
     fn end_attempts(&mut self, answers: Vec<Result<(), String>>, effects: &mut Vec<Effect>) {
         let refusal = answers.iter().find_map(|answer| answer.clone().err()).unwrap_or_default();
         for (place, own) in answers.into_iter().enumerate() {

@@ -1,9 +1,9 @@
-//! What happens to a backup, and what is to be done about it.
+//! The events that happen to a backup, and their effects.
 
 use crate::Place;
 use understudy_protocol::{Epoch, Generation, Ownership, Time, Verdict};
 
-/// What happens to the backup of a group.
+/// An event that happens to the backup of a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A member's part of this epoch is whole, and its checksum is right.
@@ -35,19 +35,20 @@ pub enum Event {
     Verdict(Verdict),
     /// Time has passed.
     Tick,
-    /// Since when the members' disks and QEMUs have been awaited, in the order of the members.
+    /// The times since which the members' disks and QEMUs have been awaited, in the order of the
+    /// members.
     Look(Vec<Awaited>),
-    /// Why the arbiter would not give this host the VM; nothing if it would.
+    /// The reason why the arbiter would not give this host the VM; nothing if it would.
     Proven(Result<(), String>),
     /// A member's errand ended so.
     Done(Place, Errand, Result<(), String>),
     /// A thread of a member panicked.
     Panicked(String),
-    /// Whoever was to end the copies has not done so, and may be the thread that is no more.
+    /// A thread that was to end the copies has not done so, and may be the thread that is no more.
     Abandoned,
 }
 
-/// Since when something has been awaited of a member's host, if anything is.
+/// The times since which something has been awaited of a member's host, if anything is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Awaited {
     /// Its disks.
@@ -56,7 +57,7 @@ pub struct Awaited {
     pub qemu: Option<Time>,
 }
 
-/// What is done for a member beside receiving: one errand at a time, each reported with
+/// An errand for a member beside receiving: one at a time, each reported with
 /// [`Event::Done`] but for the last.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Errand {
@@ -78,11 +79,11 @@ pub enum Errand {
     Halt,
     /// End the copy: the VM is not this host's.
     Forget,
-    /// Nothing is left to do.
+    /// No errand is left.
     End(Ending),
 }
 
-/// How a member's session ends.
+/// The end of a member's session.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Ending {
     /// The VM runs here, at the leader's generation, for this reason.
@@ -95,7 +96,7 @@ pub enum Ending {
     Failed(Generation, String),
 }
 
-/// What a member's primary is told.
+/// A word to a member's primary.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Word {
     /// This backup gives up, for this reason.
@@ -108,7 +109,7 @@ pub enum Word {
     Live(Generation),
 }
 
-/// What must be done, in this order.
+/// An effect that must be brought about, in this order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// A member's part of this epoch is committed: it is the next to be applied or skipped.
@@ -127,10 +128,10 @@ pub enum Effect {
         generation: Generation,
         /// The last committed epoch.
         epoch: Epoch,
-        /// Why, for people.
+        /// The reason, for people.
         reason: String,
     },
-    /// Nothing more comes of the log, if there is one.
+    /// No more comes of the log, if there is one.
     EndLog,
     /// A copy is of no use any more, for this reason.
     GiveUp(String),
@@ -144,6 +145,6 @@ pub enum Effect {
     Close(Place),
     /// Tell the primary why this host could not take over now; nothing if it could.
     TellObstacle(Option<String>),
-    /// That has changed: there is an obstacle now, or there is none any more.
+    /// Note that this has changed: there is an obstacle now, or there is none any more.
     NoteObstacle(Option<String>),
 }

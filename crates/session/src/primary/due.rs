@@ -1,4 +1,4 @@
-//! What a group does next, and when.
+//! The next step of a group, and its time.
 
 use std::time::Duration;
 use understudy_protocol::{
@@ -6,7 +6,7 @@ use understudy_protocol::{
     Time,
 };
 
-/// What is asked of a group beside its epochs.
+/// The requests to a group beside its epochs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Asked {
     /// A planned fail-over.
@@ -17,11 +17,11 @@ pub struct Asked {
 
 /// The guests of a group, looked at only where it matters.
 pub trait Guests {
-    /// Since when output has waited for the end of the epoch that runs, if any does.
+    /// The time since which output has waited for the end of the epoch that runs, if any does.
     fn output_since(&self, last: LastCheckpoint) -> Option<Time>;
     /// Whether any has written to its disks what an epoch should have.
     fn is_full(&self) -> bool;
-    /// What they do.
+    /// The activity of the guests.
     fn activity(&self) -> Activity;
 }
 

@@ -8,7 +8,7 @@ mod due;
 mod standing;
 
 pub use due::{Asked, Guests, next_step};
-pub use standing::FRESH;
+pub use standing::{FRESH, SICK};
 
 use crate::Place;
 use crate::hand_back::WinnersWord;
@@ -20,12 +20,12 @@ use understudy_protocol::{
     Verdict, planted,
 };
 
-/// What happens to the primary of a group.
+/// An event that happens to the primary of a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// The backup is ready with a member.
     Ready,
-    /// What the backup says of itself: why it could not take over; nothing if it could.
+    /// The backup's word about itself: why it could not take over; nothing if it could.
     MayTakeOver(Option<String>),
     /// A checkpoint placed its barrier.
     Captured,
@@ -39,7 +39,7 @@ pub enum Event {
     PeerGone(String),
     /// A connection to the backup ended that does not carry its words.
     LostAside(String),
-    /// So much has got to the backup by now.
+    /// Headway: so much has got to the backup by now.
     Headway(Headway),
     /// Time has passed.
     Tick,
@@ -47,6 +47,8 @@ pub enum Event {
     Verdict(Verdict, WinnersWord),
     /// The operator wants a planned fail-over.
     HandOver,
+    /// Another host is to be the backup instead of this one, for this reason.
+    Replace(String),
     /// The operator wants no more protection.
     Unprotect,
     /// The backup has forgotten a member.
@@ -61,23 +63,25 @@ pub enum Event {
     GuestDied(String),
 }
 
-/// What must be done, in this order.
+/// An effect that must be brought about, in this order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// The state machine's word, for each member.
     Act(PrimaryAction),
     /// The backup could not take over any more, for this reason.
     BackupUnfit(String),
-    /// It could take over again.
+    /// The backup could take over again.
     BackupFit,
+    /// It has not been able to for long, for this reason: another host should be the backup, if there is one.
+    BackupSick(String),
     /// The backup is to go on with a guest that is sick, for this reason.
     GiveUp(String),
-    /// It could not, for this reason: there is nothing better than to wait.
+    /// The backup could not go on with it, for this reason: there is nothing better than to wait.
     HeldBack(String),
 }
 
 impl Effect {
-    /// Why a sick guest stays where it is.
+    /// The reason why a sick guest stays where it is.
     pub fn into_held_back(self) -> Option<String> {
         match self {
             Effect::HeldBack(obstacle) => Some(obstacle),
@@ -116,18 +120,23 @@ impl Lead {
         Lead { standing: Standing::new(fresh, now), ..self }
     }
 
+    /// The same, for which a backup is to be replaced that could not take over for so long.
+    pub fn with_patience(self, sick: Duration) -> Lead {
+        Lead { standing: self.standing.lasting_after(sick), ..self }
+    }
+
     /// So many epochs may be captured and not acknowledged, from now on.
     pub fn set_pipeline(&mut self, epochs: u64) {
         self.core.set_pipeline(epochs);
     }
 
-    /// Why the backup could not take over at `now`, if it could not.
+    /// The reason why the backup could not take over at `now`, if it could not.
     pub fn obstacle(&self, now: Time) -> Option<String> {
         self.standing.obstacle(now)
     }
 
-    /// Why the guest's output waits for longer than it should, although its backup could take over, if
-    /// it does: nobody is called protected meanwhile.
+    /// The reason why the guest's output waits for longer than it should, although its backup could
+    /// take over, if it does: nobody is called protected meanwhile.
     pub fn delay(&self, now: Time) -> Option<String> {
         let age = self.core.overdue(now).filter(|_| !planted!(CallSlowProtected))?;
         let (epoch, seconds) = (self.core.committed().next(), age.as_secs_f64());
@@ -167,7 +176,18 @@ impl Lead {
                 }
             }
             Event::Headway(headway) => self.decide(now, PrimaryEvent::Headway(headway), effects),
-            Event::Tick => self.decide(now, PrimaryEvent::Tick, effects),
+            Event::Tick => {
+                self.decide(now, PrimaryEvent::Tick, effects);
+                if *self.core.phase() == PrimaryPhase::Protected {
+                    effects.extend(self.standing.lasting(now).map(Effect::BackupSick));
+                }
+            }
+            // It may be well again.
+            Event::Replace(reason) => {
+                if self.obstacle(now).is_some() {
+                    self.decide(now, PrimaryEvent::Replace(reason), effects);
+                }
+            }
             Event::Verdict(verdict, word) => self.verdict(now, verdict, word, effects),
             Event::HandOver => self.hand_over = true,
             Event::Unprotect => self.decide(now, PrimaryEvent::Unprotect, effects),
@@ -193,8 +213,9 @@ impl Lead {
         effects.extend(actions.into_iter().map(Effect::Act));
     }
 
-    /// What the winner said before the arbiter was asked counts only if it has not handed the VM
-    /// back since; that it ran the VM once, only if the arbiter has said whose it is.
+    /// Takes the arbiter's verdict. What the winner said before the arbiter was asked counts only
+    /// if it has not handed the VM back since; that it ran the VM once, only if the arbiter has
+    /// said whose it is.
     fn verdict(
         &mut self,
         now: Time,
@@ -215,7 +236,7 @@ impl Lead {
         }
     }
 
-    /// Nobody is given a guest who could not go on with it.
+    /// Gives a sick guest up to the backup, but to none that could not go on with it.
     fn guest_sick(&mut self, now: Time, reason: String, effects: &mut Vec<Effect>) {
         let obstacle = match self.core.phase() {
             PrimaryPhase::Protected => self.obstacle(now),

@@ -13,6 +13,10 @@ use understudy_protocol::{Time, planted};
 /// A word counts for so long: a backup whose arbiter hangs says nothing.
 pub const FRESH: Duration = Duration::from_millis(4_500);
 
+/// A backup that has said for so long that it could not take over is one to be replaced. What merely takes long is over by
+/// then, and the next one costs a copy of all memory.
+pub const SICK: Duration = Duration::from_secs(30);
+
 /// So much of the backup's reason is kept, in characters.
 pub const LONGEST_REASON: usize = 1_000;
 
@@ -22,12 +26,20 @@ pub struct Standing {
     fresh: Duration,
     heard: Time,
     obstacle: Option<String>,
+    sick: Duration,
+    /// When that is lasting next; nothing while it could take over.
+    lasting_at: Option<Time>,
 }
 
 impl Standing {
-    /// That of a backup which has just taken the offer, and whose words count for so long.
+    /// The standing of a backup which has just taken the offer, and whose words count for so long.
     pub fn new(fresh: Duration, now: Time) -> Standing {
-        Standing { fresh, heard: now, obstacle: None }
+        Standing { fresh, heard: now, obstacle: None, sick: SICK, lasting_at: None }
+    }
+
+    /// The same, of which an obstacle is lasting after so long.
+    pub fn lasting_after(self, sick: Duration) -> Standing {
+        Standing { sick, ..self }
     }
 
     /// Counts from now on: the backup is ready, which may have taken its time.
@@ -41,10 +53,24 @@ impl Standing {
         let before = std::mem::replace(&mut self.obstacle, obstacle.map(shortened));
         self.heard = now;
         match (before, &self.obstacle) {
-            (None, Some(reason)) => Some(Effect::BackupUnfit(reason.clone())),
-            (Some(_), None) => Some(Effect::BackupFit),
+            (None, Some(reason)) => {
+                self.lasting_at = Some(now + self.sick);
+                Some(Effect::BackupUnfit(reason.clone()))
+            }
+            (Some(_), None) => {
+                self.lasting_at = None;
+                Some(Effect::BackupFit)
+            }
             _ => None,
         }
+    }
+
+    /// What the backup has said for long of why it could not take over; once, and again as long after.
+    pub fn lasting(&mut self, now: Time) -> Option<String> {
+        let lasts = self.lasting_at.is_some_and(|at| now >= at) && !planted!(KeepTheSick);
+        let reason = self.obstacle.clone().filter(|_| lasts)?;
+        self.lasting_at = Some(now + self.sick);
+        Some(reason)
     }
 
     /// Why the backup could not take over at `now`, if it could not.

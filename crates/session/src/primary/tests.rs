@@ -5,7 +5,7 @@ fn at(ms: u64) -> Time {
     Time(Duration::from_millis(ms))
 }
 
-/// Protected by host b.
+/// A primary that is protected by host b.
 fn protected(size: usize) -> Lead {
     let core = Primary::new(Generation(1), Duration::from_millis(100), at(0));
     let mut lead = Lead::new(core, size, "b".parse().unwrap(), at(0));
@@ -50,6 +50,36 @@ fn a_sick_guest_is_left_to_a_backup_that_could_go_on_with_it() {
     assert_eq!(effects[0], Effect::GiveUp("QEMU does not answer".to_owned()));
     assert_eq!(*lead.phase(), PrimaryPhase::HandingOver);
     assert_eq!(tell(&mut lead, 50, sick), [], "it is being handed over");
+}
+
+// Before, it kept its place for good, and a third host was never tried.
+#[test]
+fn a_backup_that_is_sick_for_long_is_told_of_and_given_up_only_while_it_is() {
+    let mut lead = protected(1);
+    let (sick, began) = (SICK.as_millis() as u64, 3_000);
+    tell(&mut lead, began, Event::MayTakeOver(Some("its disk hangs".to_owned())));
+    // It is heard all the while.
+    let tick = |lead: &mut Lead, ms| {
+        tell(lead, ms, Event::Heard);
+        tell(lead, ms, Event::Tick)
+    };
+    assert_eq!(tick(&mut lead, began + sick - 1), []);
+    let told = [Effect::BackupSick("its disk hangs".to_owned())];
+    assert_eq!(tick(&mut lead, began + sick), told);
+    assert_eq!(tick(&mut lead, began + sick + 1), [], "it is told of once");
+    assert_eq!(tick(&mut lead, began + 2 * sick), told, "nobody else would do, and might by now");
+    let replace = || Event::Replace("c would take it".to_owned());
+    let mut well = lead.clone();
+    tell(&mut well, began + 2 * sick + 1, Event::MayTakeOver(None));
+    assert_eq!(tell(&mut well, began + 2 * sick + 2, replace()), []);
+    assert_eq!(tick(&mut well, began + 4 * sick), []);
+    let effects = tell(&mut lead, began + 2 * sick + 1, replace());
+    assert_eq!(effects, [Effect::Act(PrimaryAction::Contest(Generation(1)))]);
+    // It hears of that once the arbiter has answered.
+    let verdict = Event::Verdict(Verdict::Granted(Generation(2)), WinnersWord::default());
+    let effects = tell(&mut lead, began + 2 * sick + 2, verdict);
+    let expected = [PrimaryAction::ClosePeer, PrimaryAction::OpenOutput].map(Effect::Act);
+    assert_eq!(effects, expected);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! What goes around a frame between members.
+//! The envelope of a frame between members.
 
 use crate::format::Malformed;
 use crate::{Incarnation, Member, SnapshotNumber};

@@ -24,7 +24,7 @@ use std::collections::{BTreeSet, VecDeque};
 /// switch whose port is busy.
 const HELD_BYTES: usize = 8 << 20;
 
-/// What happens to one member. `F` is a frame.
+/// An event that happens to one member. `F` is a frame.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CutEvent<F> {
     /// An envelope came from another member, with a frame or without.
@@ -43,7 +43,7 @@ pub enum CutEvent<F> {
     Abandoned(SnapshotNumber),
 }
 
-/// What must be done.
+/// An action that must be taken.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CutAction<F> {
     /// Send this envelope, without a frame, behind all that the guest has sent.
@@ -66,9 +66,9 @@ pub enum CutAction<F> {
 pub struct Cut<F> {
     own: Member,
     incarnation: Incarnation,
-    /// Of the last snapshot that was taken, or given up.
+    /// Number of the last snapshot that was taken, or given up.
     number: SnapshotNumber,
-    /// Of a snapshot that is being taken.
+    /// Number of a snapshot that is being taken.
     taking: Option<SnapshotNumber>,
     /// The newest number that each member was heard with.
     heard: Vec<SnapshotNumber>,
@@ -111,7 +111,7 @@ impl<F: AsRef<[u8]> + Clone> Cut<F> {
         self.number
     }
 
-    /// What goes around a frame that its guest sends to another member now.
+    /// The envelope of a frame that its guest sends to another member now.
     pub fn envelope(&self, to: Member) -> Envelope {
         Envelope { from: self.own, to, incarnation: self.incarnation, number: self.number }
     }
@@ -171,7 +171,8 @@ impl<F: AsRef<[u8]> + Clone> Cut<F> {
         }
     }
 
-    /// Nothing from before the snapshot comes from a member that was heard from behind it.
+    /// Closes the recording for a member that was heard from behind the snapshot: nothing from
+    /// before it comes any more.
     fn close(&mut self, from: Member, actions: &mut Vec<CutAction<F>>) {
         let Some(recording) = &mut self.recording else { return };
         let behind = self.heard[from.index()] >= recording.number;
@@ -213,7 +214,7 @@ impl<F: AsRef<[u8]> + Clone> Cut<F> {
         }
     }
 
-    /// Without the snapshot the members' numbers must agree all the same, or frames from
+    /// Gives a snapshot up: the members' numbers must agree all the same, or frames from
     /// those that took it would wait for ever.
     fn abandoned(&mut self, number: SnapshotNumber, actions: &mut Vec<CutAction<F>>) {
         if self.recording.as_ref().is_some_and(|recording| recording.number == number) {

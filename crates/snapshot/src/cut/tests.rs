@@ -9,10 +9,10 @@ const MEMBERS: usize = 4;
 
 type Frame = Vec<u8>;
 
-/// What is under way from one member to another.
+/// The messages under way from one member to another.
 type Wire = VecDeque<(Envelope, Option<Frame>)>;
 
-/// What a guest knows: the last frame that it sent to each member, and all that it has read.
+/// The knowledge of a guest: the last frame that it sent to each member, and all that it has read.
 #[derive(Clone, Default)]
 struct Guest {
     sent: [u64; MEMBERS],
@@ -27,7 +27,7 @@ fn serial(frame: &Frame) -> u64 {
     u64::from_le_bytes(frame[..].try_into().unwrap())
 }
 
-/// What the coordinator says to a member, in order.
+/// An order of the coordinator to a member.
 #[derive(Clone, Copy)]
 enum Order {
     Take(SnapshotNumber),
@@ -40,9 +40,9 @@ struct World {
     colours: bool,
     guests: [Guest; MEMBERS],
     cuts: Vec<Cut<Frame>>,
-    /// Delivered and not read.
+    /// Frames delivered and not read.
     sockets: [VecDeque<(Member, Frame)>; MEMBERS],
-    /// By sender and receiver, in order.
+    /// Wires by sender and receiver, in order.
     wires: BTreeMap<(usize, usize), Wire>,
     orders: [VecDeque<Order>; MEMBERS],
     pausing: [Option<SnapshotNumber>; MEMBERS],
@@ -212,7 +212,8 @@ impl World {
         pairs.filter(orphan).count() as u32
     }
 
-    /// What was sent is either read, or in the log once, or lost by the network; in order.
+    /// Checks that what was sent is either read, or in the log once, or lost by the network; in
+    /// order.
     fn check_logs(&mut self) {
         for to in 0..MEMBERS {
             for from in (0..MEMBERS).filter(|&from| from != to) {

@@ -6,12 +6,12 @@ use crate::ChunkId;
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// Where the content of one unit is.
+/// The place of the content of one unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Place {
     /// The chunk.
     pub chunk: ChunkId,
-    /// Which unit of the chunk, from 0.
+    /// Index of the unit in the chunk, from 0.
     pub slot: u16,
 }
 
@@ -20,7 +20,7 @@ pub struct Place {
 pub struct Extent {
     /// The first unit.
     pub first: u64,
-    /// How many, at least one.
+    /// Number of units, at least one.
     pub count: u64,
     /// Index of the chunk in the map's list.
     chunk: u32,
@@ -34,8 +34,8 @@ impl Extent {
     }
 }
 
-/// Where the content of an area is: of each unit that is not zero, the chunk and the place in
-/// it. Several units may have the same place.
+/// The map of where the content of an area is: of each unit that is not zero, the chunk and the
+/// place in it. Several units may have the same place.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AreaMap {
     units: u64,
@@ -62,17 +62,17 @@ impl AreaMap {
         &self.chunks
     }
 
-    /// What is not zero, in the order of the area.
+    /// The extents that are not zero, in the order of the area.
     pub fn extents(&self) -> &[Extent] {
         &self.extents
     }
 
-    /// Where the first unit of an extent of this map is.
+    /// The place of the first unit of an extent of this map.
     pub fn place(&self, extent: &Extent) -> Place {
         Place { chunk: self.chunks[extent.chunk as usize], slot: extent.slot }
     }
 
-    /// Where a unit's content is; none if it is zero.
+    /// The place of a unit's content; none if it is zero.
     pub fn find(&self, unit: u64) -> Option<Place> {
         let after = self.extents.partition_point(|extent| extent.first <= unit);
         let extent = self.extents[..after].last().filter(|extent| unit < extent.end())?;
@@ -80,7 +80,7 @@ impl AreaMap {
         Some(Place { slot: place.slot + (unit - extent.first) as u16, ..place })
     }
 
-    /// How many units are not zero.
+    /// The number of units that are not zero.
     pub fn stored(&self) -> u64 {
         self.extents.iter().map(|extent| extent.count).sum()
     }
@@ -109,7 +109,8 @@ impl AreaMap {
         builder.finish()
     }
 
-    /// What of this map lies in these ranges, which are in order and apart; zero elsewhere.
+    /// The part of this map that lies in these ranges, which are in order and apart; zero
+    /// elsewhere.
     pub fn within(&self, ranges: impl IntoIterator<Item = Range<u64>>) -> AreaMap {
         let mut builder = Builder::new(self.units);
         let mut rest = &self.extents[..];

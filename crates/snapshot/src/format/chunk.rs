@@ -10,7 +10,7 @@ use std::str::FromStr;
 /// 50 MB/s, and gets its neighbours with it.
 pub const CHUNK_UNITS: usize = 64;
 
-/// What is not an area (maps, device state, frames) is stored in pieces of this size.
+/// The size of the pieces in which what is not an area (maps, device state, frames) is stored.
 pub const BLOB_CHUNK_BYTES: usize = 1 << 20;
 
 /// The most that a chunk may say it unpacks to.
@@ -19,13 +19,13 @@ const MAX_CONTENT: usize = BLOB_CHUNK_BYTES;
 const PLAIN: u8 = 0;
 const LZ4: u8 = 1;
 
-/// How chunks are packed.
+/// The packing of chunks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Compression {
-    /// As they are.
+    /// Chunks as they are.
     None,
-    /// With LZ4, where that makes them smaller.
+    /// Chunks packed with LZ4, where that makes them smaller.
     #[default]
     Lz4,
 }

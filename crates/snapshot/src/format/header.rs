@@ -4,12 +4,12 @@
 /// The only version so far. A change that this version's reader would misread needs another.
 const VERSION: u32 = 1;
 
-/// Why a file is not what it should be.
+/// The reason why a file is not what it should be.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum HeaderError {
     /// Another program's, or damaged in its first line.
     Foreign,
-    /// Written by a version that this one does not know.
+    /// The file was written by a version that this one does not know.
     Version(u32),
     /// The rest is not what was written.
     Checksum,

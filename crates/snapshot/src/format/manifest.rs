@@ -1,4 +1,4 @@
-//! What a snapshot consists of. The manifest is written last: without it there is none.
+//! The manifest of what a snapshot consists of. It is written last: without it there is none.
 
 use super::chunk::{BLOB_CHUNK_BYTES, Compression};
 use crate::graph::Crossing;
@@ -13,10 +13,10 @@ const MAIN_MEMORY: Area = Area::Memory(BlockId(0));
 /// The largest main memory that a definition can have: 16 TiB.
 const MOST_MEMORY: u64 = 1 << 44;
 
-/// More than all other RAM blocks of a VM have together, video memory among them: 8 GiB.
+/// A size larger than all other RAM blocks of a VM have together, video memory among them: 8 GiB.
 const MOST_OTHER_BLOCKS: u64 = 8 << 30;
 
-/// More than all disks of a VM have together: 64 TiB.
+/// A size larger than all disks of a VM have together: 64 TiB.
 const MOST_DISKS: u64 = 1 << 46;
 
 /// A snapshot of a group.
@@ -26,15 +26,16 @@ pub struct Manifest {
     pub group: GroupName,
     /// The snapshot's number in the group.
     pub number: SnapshotNumber,
-    /// What its user calls it. Labelled snapshots are never deleted by retention.
+    /// The name that its user gave it. Labelled snapshots are never deleted by retention.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub label: Option<String>,
-    /// When it was taken, in seconds since 1970, by the clock of the coordinator's host.
+    /// The time at which it was taken, in seconds since 1970, by the clock of the coordinator's
+    /// host.
     pub taken_at: u64,
     /// The group's incarnation in which it was taken.
     #[serde(alias = "life")]
     pub incarnation: Incarnation,
-    /// How its own chunks are packed; those that were there before may be packed otherwise.
+    /// The packing of its own chunks; those that were there before may be packed otherwise.
     pub compression: Compression,
     /// The members, in the order of the group's definition.
     pub members: Vec<MemberEntry>,
@@ -60,7 +61,7 @@ pub struct MemberEntry {
 pub struct MemberManifest {
     /// The VM's name.
     pub name: VmName,
-    /// What it ran on.
+    /// The machine that it ran on.
     pub machine: Machine,
     /// The VM's definition, as the daemon sends it to other hosts.
     pub definition: serde_json::Value,
@@ -85,7 +86,8 @@ pub struct MemberManifest {
     /// for [`Mode::WorkingSet`](crate::Mode::WorkingSet), where that is compared.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recent: Option<Blob>,
-    /// What CLOCK keeps of the same accesses in as many pages as the working set has: to compare.
+    /// The pages that CLOCK keeps of the same accesses in as many pages as the working set has: to
+    /// compare.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub clock: Option<Blob>,
     /// The working set in pages that sampling in normal running gave; none if nobody sampled.
@@ -99,7 +101,7 @@ pub struct MemberManifest {
     pub base: Option<SnapshotNumber>,
 }
 
-/// What device state fits to nothing else than.
+/// The machine, to no other than which device state fits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
     /// QEMU's version, as its monitor says it.
@@ -115,7 +117,7 @@ pub struct Machine {
 /// A RAM block or a disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AreaEntry {
-    /// Which.
+    /// The block or disk.
     pub area: Area,
     /// QEMU's name of the RAM block; the disk's path in the definition.
     pub name: String,
@@ -128,7 +130,7 @@ pub struct AreaEntry {
 /// Bytes that are stored in one chunk or several.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Blob {
-    /// How many bytes.
+    /// Number of bytes.
     pub bytes: u64,
     /// The chunks, in order.
     pub chunks: Vec<ChunkId>,
@@ -142,7 +144,7 @@ impl Blob {
     }
 }
 
-/// Why a member cannot be restored on a host.
+/// The reason why a member cannot be restored on a host.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unfit {
     /// Another QEMU.
@@ -166,7 +168,7 @@ pub enum Unfit {
         /// Its machine type.
         machine_type: String,
     },
-    /// Too little memory for all members that are to be restored there.
+    /// The memory is too little for all members that are to be restored there.
     #[error(
         "the members {members} need {needed} bytes of memory, this host has {free} to spare; \
          name more hosts with --onto, or stop VMs"
@@ -211,7 +213,7 @@ impl Unfit {
 }
 
 impl Manifest {
-    /// What is wrong with a manifest that could be read.
+    /// Checks a manifest that could be read for what is wrong with it.
     pub(crate) fn check(&self) -> Result<(), &'static str> {
         let names: BTreeSet<_> = self.members.iter().map(|member| &member.name).collect();
         if names.len() != self.members.len() || self.members.len() > usize::from(u16::MAX) {
@@ -229,8 +231,8 @@ impl Manifest {
 }
 
 impl MemberManifest {
-    /// What is wrong with a part that could be read. A map of few bytes can stand for any length: what
-    /// is allocated for an area is as long as it is said to be here.
+    /// Checks a part that could be read for what is wrong with it. A map of few bytes can stand for
+    /// any length: what is allocated for an area is as long as it is said to be here.
     pub(crate) fn check(&self) -> Result<(), &'static str> {
         let areas: BTreeSet<Area> = self.areas.iter().map(|entry| entry.area).collect();
         if areas.len() != self.areas.len() {

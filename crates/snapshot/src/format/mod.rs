@@ -1,4 +1,5 @@
-//! How a snapshot is written down. Nothing here does I/O; [`crate::Store`] carries it out.
+//! The format in which a snapshot is written down. Nothing here does I/O; [`crate::Store`] carries
+//! it out.
 //!
 //! ```text
 //! manifest ── member ─┬─ area ── page map ── chunks of 64 units

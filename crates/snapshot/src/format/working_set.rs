@@ -11,7 +11,7 @@ use understudy_protocol::{BlockId, PageIndex};
 pub struct Page {
     /// Its RAM block.
     pub block: BlockId,
-    /// Which page of the block.
+    /// Index of the page in the block.
     pub index: PageIndex,
 }
 
@@ -28,7 +28,8 @@ pub struct WorkingSet {
 
 const RUN_BYTES: usize = 2 + 8 + 4;
 
-/// More pages than any queue has, whose accesses are traced for seconds: 128 GiB of memory.
+/// A number of pages larger than any queue has, whose accesses are traced for seconds: 128 GiB of
+/// memory.
 const MOST_QUEUED: u64 = 1 << 25;
 
 impl WorkingSet {

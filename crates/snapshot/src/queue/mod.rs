@@ -1,4 +1,4 @@
-//! Which pages a restored VM will touch first (HotRestore, elastic working set).
+//! The pages that a restored VM will touch first (HotRestore, elastic working set).
 //!
 //! Right after a snapshot the VM does what it would do right after a restore of it. So the
 //! pages that it touches then, reads and writes, in the order of their first access, are the
@@ -68,7 +68,7 @@ pub fn working_set_size(sampled: u64, traced: u64) -> u64 {
     (sampled * 7 + traced * 3) / 10
 }
 
-/// How well a working set foretold what was touched after the restore.
+/// The score of how well a working set foretold what was touched after the restore.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Score {
     /// The share of touched pages that had been loaded: each of the others is a fault.

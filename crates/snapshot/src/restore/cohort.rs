@@ -4,7 +4,7 @@ use super::{Decision, Order, Report};
 use crate::contact::{SILENCE, Silence};
 use understudy_protocol::Time;
 
-/// What happens to a cohort.
+/// An event that happens to a cohort.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CohortEvent {
     /// The coordinator says something.
@@ -15,19 +15,19 @@ pub enum CohortEvent {
     Loaded,
     /// The VM runs.
     Started,
-    /// Nothing is left to load.
+    /// No more is left to load.
     Complete,
-    /// It cannot go on, for this reason.
+    /// The member cannot go on, for this reason.
     Failed(String),
-    /// What [`CohortAction::Discard`] asks for is done.
+    /// Discarding is done, for which [`CohortAction::Discard`] asks.
     Discarded,
-    /// What [`CohortAction::Ask`] came to.
+    /// The decision that [`CohortAction::Ask`] came to.
     Decided(Decision),
     /// Time has passed.
     Tick,
 }
 
-/// What must be done.
+/// An action that must be taken.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CohortAction {
     /// Prepare a QEMU, load so many pages; then say [`CohortEvent::Loaded`] and go on loading.
@@ -52,26 +52,26 @@ pub enum CohortAction {
     Report(Report),
 }
 
-/// Where a cohort stands.
+/// The phase in which a cohort is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CohortPhase {
-    /// Nothing was asked yet.
+    /// No order has come yet.
     Idle,
-    /// It loads; pages so far.
+    /// The member loads; pages so far.
     Loading(u64),
-    /// It could start.
+    /// The member could start.
     Loaded,
-    /// It was told to start.
+    /// The member was told to start.
     Starting,
     /// The VM runs, the rest is being loaded.
     Running,
     /// The VM runs, all is loaded.
     Restored,
-    /// It is given up, as it was told or for this reason, and is ending.
+    /// The member is given up, as it was told or for this reason, and is ending.
     Ending(Option<String>),
-    /// Given up as it was told.
+    /// The member is given up as it was told.
     Aborted,
-    /// Given up for this reason.
+    /// The member is given up for this reason.
     Failed(String),
 }
 
@@ -101,7 +101,7 @@ impl Cohort {
         Cohort { phase, complete: false, settled, silence: Silence::new(now) }
     }
 
-    /// Where it stands.
+    /// The phase in which it is.
     pub fn phase(&self) -> &CohortPhase {
         &self.phase
     }
@@ -230,8 +230,8 @@ impl Cohort {
         matches!(self.phase, CohortPhase::Running | CohortPhase::Restored) && !self.settled
     }
 
-    /// One that is about to start is not stopped in the midst of it; one that stays needs no
-    /// coordinator any more.
+    /// Whether it needs the coordinator: one that is about to start is not stopped in the midst of
+    /// it; one that stays needs no coordinator any more.
     fn needs_coordinator(&self) -> bool {
         matches!(self.phase, CohortPhase::Idle | CohortPhase::Loading(_) | CohortPhase::Loaded)
             || self.is_unsettled()

@@ -7,18 +7,18 @@ use crate::graph::StartOrder;
 use std::time::Duration;
 use understudy_protocol::Time;
 
-/// When members start that are loaded.
+/// The line by which members start that are loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Line {
     /// Order of the starts.
     pub order: StartOrder,
-    /// How long those that are loaded wait for the others, once for all of them: when all
+    /// Time that those that are loaded wait for the others, once for all of them: when all
     /// start one right after the other, each is answered when it speaks. Without an order and
     /// with no patience each member starts as soon as it is loaded.
     pub patience: Duration,
 }
 
-/// What happens to the restore.
+/// An event that happens to the restore.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RestoreEvent {
     /// A cohort says something.
@@ -27,13 +27,13 @@ pub enum RestoreEvent {
     Whole,
     /// The snapshot cannot be restored, for this reason. Only before it was said to be whole.
     Refused(String),
-    /// What [`RestoreAction::Decide`] came to.
+    /// The decision that [`RestoreAction::Decide`] came to.
     Decided(Decision),
     /// Time has passed.
     Tick,
 }
 
-/// What must be done.
+/// An action that must be taken.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RestoreAction {
     /// Say this to a cohort. It may be lost; it is repeated.
@@ -43,10 +43,10 @@ pub enum RestoreAction {
     Decide,
 }
 
-/// Where the restore stands.
+/// The phase in which the restore is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RestorePhase {
-    /// Not all members have started.
+    /// Members are still to be started.
     Starting,
     /// All have. Whether they stay is not decided yet.
     Deciding,
@@ -54,7 +54,7 @@ pub enum RestorePhase {
     Running,
     /// All members run and are loaded; or failed after that was decided, for these reasons.
     Restored(Vec<Failure>),
-    /// It failed before that was decided, for this reason; nobody runs.
+    /// The restore failed before that was decided, for this reason; nobody runs.
     Failed(Failure),
 }
 
@@ -65,7 +65,7 @@ enum State {
     Starting,
     Started,
     Restored,
-    /// It has stopped, or is as good as.
+    /// The member has stopped, or is as good as.
     Ended,
 }
 
@@ -77,7 +77,7 @@ pub struct Restorer {
     members: Vec<State>,
     /// All that the snapshot consists of is there.
     whole: bool,
-    /// Since when somebody who is loaded waits for others.
+    /// Time since which somebody who is loaded waits for others.
     waiting: Option<Time>,
     contact: Contact,
     phase: RestorePhase,
@@ -110,7 +110,7 @@ impl Restorer {
         restorer
     }
 
-    /// Where the restore stands.
+    /// The phase in which the restore is.
     pub fn phase(&self) -> &RestorePhase {
         &self.phase
     }
@@ -222,7 +222,7 @@ impl Restorer {
         }
     }
 
-    /// What each member should be doing; a repetition asks where it stands.
+    /// Tells each member what it should be doing; a repetition asks where it stands.
     fn send_all(&self, actions: &mut Vec<RestoreAction>) {
         for member in self.all().filter(|member| !self.is_let_go(*member)) {
             let order = match (&self.phase, &self.members[member.index()]) {

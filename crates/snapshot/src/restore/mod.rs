@@ -27,7 +27,7 @@ pub use coordinator::{Line, RestoreAction, RestoreEvent, RestorePhase, Restorer}
 
 use serde::{Deserialize, Serialize};
 
-/// What the coordinator says to a cohort.
+/// An order of the coordinator to a cohort.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Order {
     /// LOAD: load so many pages of the queue, and everything else that a start needs.
@@ -43,7 +43,7 @@ pub enum Order {
     Abort,
 }
 
-/// What becomes of members that run, decided once for all of them.
+/// The decision about members that run, made once for all of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Decision {
     /// The members stay.
@@ -52,30 +52,30 @@ pub enum Decision {
     GivenUp,
 }
 
-/// What a cohort says to the coordinator.
+/// A report of a cohort to the coordinator.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Report {
-    /// It loads, and has got so far.
+    /// The member loads, and has got so far.
     Loading {
         /// Pages.
         pages: u64,
     },
     /// LOAD_FIN: it could start.
     LoadFin,
-    /// It is about to start.
+    /// The member is about to start.
     Starting,
     /// START_FIN: the VM runs.
     StartFin,
     /// RESTORE_FIN: the VM runs, and nothing is left to load.
     RestoreFin,
-    /// It is given up, and not everything is discarded yet.
+    /// The member is given up, and not everything is discarded yet.
     Ending,
-    /// It has failed, and discarded everything.
+    /// The member has failed, and discarded everything.
     Failed {
-        /// Why.
+        /// The reason.
         why: String,
     },
-    /// It has discarded everything as it was told.
+    /// The member has discarded everything as it was told.
     Aborted,
 }
 

@@ -1,4 +1,4 @@
-//! Where a store is, as configurations, commands and other hosts name it.
+//! The address of a store, as configurations, commands and other hosts name it.
 
 use super::location::Location;
 use serde::{Deserialize, Serialize};
@@ -35,7 +35,7 @@ impl FromStr for StoreAddress {
     type Err = NoAddress;
 
     fn from_str(text: &str) -> Result<StoreAddress, NoAddress> {
-        /// Enough to recognise it in a message.
+        /// A length that is enough to recognise it in a message.
         const SHOWN: usize = 80;
         let none = || NoAddress(text.chars().take(SHOWN).collect());
         let plain = text.strip_prefix("file://").unwrap_or(text);
@@ -55,7 +55,7 @@ impl FromStr for StoreAddress {
     }
 }
 
-/// Longer than any path.
+/// A length longer than any path's.
 const MOST_BYTES: usize = 4096;
 
 /// Absolute, and spelt without detours.

@@ -17,13 +17,13 @@ use std::collections::BTreeSet;
 const MAX_BLOB: u64 = 4 << 30;
 
 impl Store {
-    /// What a chunk is called in this store: in an encrypted one nobody without the key can tell
+    /// The name of a chunk in this store: in an encrypted one nobody without the key can tell
     /// what it has.
     pub(super) fn stored_name(&self, id: ChunkId) -> ChunkId {
         self.sealer.as_ref().map_or(id, |sealer| sealer.name(id))
     }
 
-    /// Where a chunk of this name lies, for [`Store::path`].
+    /// The place of a chunk of this name, for [`Store::path`].
     fn place(name: ChunkId) -> String {
         let name = name.to_string();
         format!("chunks/{}/{name}", &name[..2])
@@ -213,9 +213,9 @@ impl Store {
         member.recent.as_ref().map(|blob| self.queue(member, blob)).transpose()
     }
 
-    /// What [`Mode::WorkingSet`](crate::Mode::WorkingSet) loads: as many pages as sampling says (as
-    /// the working set has, if nobody sampled), those that were accessed last first. Without
-    /// [`Store::recent`] the queue is that of first accesses.
+    /// The pages that [`Mode::WorkingSet`](crate::Mode::WorkingSet) loads: as many pages as
+    /// sampling says (as the working set has, if nobody sampled), those that were accessed last
+    /// first. Without [`Store::recent`] the queue is that of first accesses.
     pub fn by_sampling(&self, member: &MemberManifest) -> Result<WorkingSet, StoreError> {
         if let Some(recent) = self.recent(member)? {
             return Ok(recent);
@@ -224,7 +224,7 @@ impl Store {
         Ok(WorkingSet { size: member.sampled.unwrap_or(set.size), ..set })
     }
 
-    /// What CLOCK kept of a member's pages; none if the snapshot was taken without.
+    /// The part of a member's pages that CLOCK kept; none if the snapshot was taken without.
     pub fn by_clock(&self, member: &MemberManifest) -> Result<Option<WorkingSet>, StoreError> {
         member.clock.as_ref().map(|blob| self.queue(member, blob)).transpose()
     }

@@ -16,7 +16,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-/// What every sealed object begins with.
+/// The bytes that every sealed object begins with.
 const MAGIC: &[u8; 8] = b"USSEAL1\n";
 const SALT_BYTES: usize = 32;
 /// A key file is this, 64 hexadecimal digits and a line feed.
@@ -25,30 +25,30 @@ const KEY_FILE: &str = "understudy snapshot key 1 ";
 /// The secret that a store is sealed with, from a key file.
 pub struct StoreKey([u8; 32]);
 
-/// Never the secret.
+/// Shows never the secret.
 impl fmt::Debug for StoreKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("StoreKey(…)")
     }
 }
 
-/// Why there is no key.
+/// The reason why there is no key.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyError {
     /// The file cannot be read, or made.
     #[error("cannot {action} the snapshot key {}: {source}", path.display())]
     Io {
-        /// What was tried.
+        /// The action that was tried.
         action: &'static str,
         /// The file.
         path: PathBuf,
         /// The system's reason.
         source: io::Error,
     },
-    /// There is a file already.
+    /// A file is there already.
     #[error("{} exists: snapshots may be sealed with it; choose another name", .0.display())]
     Exists(PathBuf),
-    /// Others can read it.
+    /// The file can be read by others.
     #[error(
         "{} is a key that others than its owner may use (mode {mode:04o}): `chmod 600` it",
         path.display()
@@ -59,7 +59,7 @@ pub enum KeyError {
         /// Its mode.
         mode: u32,
     },
-    /// It is another kind of file.
+    /// The file is of another kind.
     #[error("{} is no snapshot key: `understudy snapshot-key FILE` makes one", .0.display())]
     Foreign(PathBuf),
 }
@@ -104,14 +104,14 @@ pub(super) struct Mark {
 }
 
 impl Mark {
-    /// That of a new store.
+    /// The mark of a new store.
     pub fn new(key: &StoreKey) -> io::Result<Mark> {
         let mut id = ChunkId([0; 32]);
         random(&mut id.0)?;
         Ok(Mark { id, proof: Sealer::new(key, id).proof })
     }
 
-    /// None if the store is not sealed; an error if nobody can tell.
+    /// Parses a mark; none if the store is not sealed, an error if nobody can tell.
     pub fn parse(body: &str) -> Result<Option<Mark>, &'static str> {
         let words: Vec<&str> = body.split_whitespace().collect();
         match words[..] {
@@ -156,7 +156,7 @@ impl Sealer {
         }
     }
 
-    /// What fits a store with this mark; none if neither it nor whoever asks has a key.
+    /// The sealer that fits a store with this mark; none if neither it nor whoever asks has a key.
     pub fn fitting(
         location: &str,
         mark: Option<&Mark>,
@@ -194,7 +194,7 @@ impl Sealer {
         Ok(sealed)
     }
 
-    /// What was sealed as the object of this name; none if these bytes were not.
+    /// Opens what was sealed as the object of this name; none if these bytes were not.
     pub fn open(&self, name: &str, mut sealed: Vec<u8>) -> Option<Vec<u8>> {
         let (magic, rest) = sealed.split_at_mut_checked(MAGIC.len())?;
         let (salt, content) = rest.split_at_mut_checked(SALT_BYTES)?;

@@ -1,20 +1,20 @@
-//! What can go wrong with a store, in words for whoever runs the command.
+//! Errors of a store, in words for whoever runs the command.
 
 use super::KeyError;
 use crate::format::BadChunk;
 use crate::{ChunkId, SnapshotNumber};
 use understudy_protocol::{GroupName, NameError};
 
-/// Why a store did not do what it was asked for.
+/// The reason why a store did not do what it was asked for.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// Neither a path nor a URL of a kind that this build knows.
+    /// The text is neither a path nor a URL of a kind that this build knows.
     #[error(
         "{0:?} is no store: give a directory, or a URL that begins with file:// or, if this \
          build has the feature s3, with s3://"
     )]
     Location(String),
-    /// There is no store.
+    /// No store is there.
     #[error(
         "there is no snapshot store at {0}: check the path; the first snapshot that is taken \
          with it makes one"
@@ -32,7 +32,7 @@ pub enum StoreError {
          there stays readable; take snapshots into a new store, or leave the key out"
     )]
     NotEncrypted(String),
-    /// There is no key to open the store with.
+    /// No key can be had to open the store with.
     #[error(transparent)]
     Key(#[from] KeyError),
     /// The store is sealed with another key.
@@ -57,7 +57,7 @@ pub enum StoreError {
     Damaged {
         /// The file.
         what: String,
-        /// What is wrong.
+        /// The fault.
         why: String,
     },
     /// A chunk is not there.
@@ -74,20 +74,20 @@ pub enum StoreError {
     BadChunk {
         /// The chunk.
         id: ChunkId,
-        /// What is wrong.
+        /// The fault.
         why: BadChunk,
     },
-    /// There is no such snapshot.
+    /// No such snapshot exists.
     #[error("{group} has no snapshot {number} in this store; there {there}")]
     NoSnapshot {
         /// The group.
         group: GroupName,
-        /// What was asked for.
+        /// The number that was asked for.
         number: SnapshotNumber,
-        /// Those that there are, in words.
+        /// The snapshots that there are, in words.
         there: String,
     },
-    /// There is no snapshot of the group.
+    /// No snapshot of the group exists.
     #[error("{0} has no snapshots in this store; `understudy cluster snapshot {0}` takes one")]
     NoSnapshots(GroupName),
     /// A name that cannot be a group's.
@@ -103,7 +103,7 @@ pub enum StoreError {
         group: GroupName,
         /// The snapshot.
         number: SnapshotNumber,
-        /// Who restores what, in words.
+        /// The readers, in words: who restores what.
         readers: String,
     },
     /// The store is being cleaned up.
@@ -126,9 +126,9 @@ pub enum StoreError {
     Failed {
         /// The store.
         location: String,
-        /// What it was asked for.
+        /// The thing that it was asked for.
         doing: String,
-        /// What it, or the system, said.
+        /// The words that it, or the system, said.
         why: String,
     },
 }

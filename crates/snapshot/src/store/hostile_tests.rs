@@ -3,7 +3,7 @@
 use super::*;
 use understudy_protocol::DiskIndex;
 
-/// What is said of a member's part, when it is read and when its snapshot is verified, that is like
+/// The error about a member's part, when it is read and when its snapshot is verified, that is like
 /// one that was saved but for this.
 fn refused(change: impl Fn(&Store, &mut MemberManifest)) -> String {
     let bench = Bench::new();
@@ -25,7 +25,7 @@ fn zeros(store: &Store, area: Area, bytes: u64) -> AreaEntry {
     AreaEntry { area, name: "an area".into(), bytes, map }
 }
 
-/// Before, the daemon that restored it was aborted as it allocated a bit for each block of a disk.
+/// The daemon that restored it was once aborted as it allocated a bit for each block of a disk.
 #[test]
 fn areas_are_as_long_as_those_of_machines() {
     let disks = |bytes: &'static [u64]| {
@@ -56,7 +56,7 @@ fn areas_are_as_long_as_those_of_machines() {
     assert!(why.contains("no main memory"), "{why}");
 }
 
-/// Before, whoever ordered a restore of it, or verified it, was aborted as it made the queue.
+/// A process that ordered a restore of it, or verified it, was once aborted as it made the queue.
 #[test]
 fn queues_are_no_longer_than_the_memory() {
     let queue = |size: u64, count: u32| {

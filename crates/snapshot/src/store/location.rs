@@ -1,4 +1,4 @@
-//! From what a user writes to the library that reaches it.
+//! The way from what a user writes to the library that reaches it.
 
 use super::StoreError;
 use object_store::ObjectStore;
@@ -87,7 +87,7 @@ impl Location {
         }
     }
 
-    /// What all paths begin with.
+    /// The prefix that all paths begin with.
     pub fn prefix(&self) -> Path {
         match self {
             Location::Directory(_) => Path::default(),

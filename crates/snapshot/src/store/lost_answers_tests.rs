@@ -10,7 +10,7 @@ use std::fmt;
 use std::pin::Pin;
 use std::sync::Mutex;
 
-/// What is said instead of an answer.
+/// The error that is said instead of an answer.
 type Instead = fn(&Path) -> Error;
 
 /// A request was sent again, and found what the first had made.
@@ -18,7 +18,7 @@ fn already_exists(path: &Path) -> Error {
     Error::AlreadyExists { path: path.to_string(), source: "sent again".into() }
 }
 
-/// There was none in all the time that there was.
+/// No answer came in all the time that there was.
 fn unanswered(_: &Path) -> Error {
     Error::Generic { store: "S3", source: "timed out".into() }
 }
@@ -26,7 +26,7 @@ fn unanswered(_: &Path) -> Error {
 #[derive(Debug)]
 struct Storage {
     inner: Arc<dyn ObjectStore>,
-    /// Of the next object that is made.
+    /// Lost answer of the next object that is made.
     lost: Mutex<Option<Instead>>,
 }
 
@@ -106,7 +106,7 @@ fn lossy() -> (Bench, Arc<Storage>) {
     (bench, storage)
 }
 
-/// Before, each of them left a mark that was nobody's: for an hour no snapshot began, for a day no
+/// Each of them once left a mark that was nobody's: for an hour no snapshot began, for a day no
 /// chunk was removed.
 #[test]
 fn whoever_makes_a_mark_knows_his_own() {

@@ -4,12 +4,12 @@ use super::encryption::random;
 use super::{Store, StoreError};
 use object_store::path::Path;
 
-/// What tells one maker of marks from all others.
+/// The word that tells one maker of marks from all others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct MarkWord(String);
 
 impl MarkWord {
-    /// What a mark says that was made, or made anew, at this second since 1970.
+    /// The text of a mark that was made, or made anew, at this second since 1970.
     pub fn at(&self, seconds: u64) -> String {
         format!("{seconds} {}", self.0)
     }
@@ -59,7 +59,8 @@ impl Store {
     }
 }
 
-/// When a mark was made; one that cannot be read was made just now, so far as anybody knows.
+/// The time at which a mark was made; one that cannot be read was made just now, so far as anybody
+/// knows.
 pub(super) fn begun(mark: &[u8]) -> u64 {
     let seconds = mark.split(|&byte| byte == b' ').next().unwrap_or_default();
     std::str::from_utf8(seconds).ok().and_then(|text| text.parse().ok()).unwrap_or(u64::MAX)

@@ -1,4 +1,4 @@
-//! Where snapshots are kept: a directory, or S3-compatible storage.
+//! The store where snapshots are kept: a directory, or S3-compatible storage.
 //!
 //! ```text
 //! store                      marks it as one; version; whether it is encrypted
@@ -53,7 +53,7 @@ pub struct Store {
     location: Location,
     runtime: Arc<Runtime>,
     objects: Arc<dyn ObjectStore>,
-    /// Of an encrypted store.
+    /// Sealer of an encrypted store.
     sealer: Option<Sealer>,
 }
 
@@ -116,7 +116,7 @@ impl Store {
         }
     }
 
-    /// What was to be stored at a place; none if these bytes were not.
+    /// Opens what was to be stored at a place; none if these bytes were not.
     fn open_sealed(&self, place: &str, stored: Vec<u8>) -> Option<Vec<u8>> {
         match &self.sealer {
             Some(sealer) => sealer.open(place, stored),
@@ -130,7 +130,7 @@ impl Store {
         Ok(Store { location, runtime, objects, sealer: None })
     }
 
-    /// Where it is, for people.
+    /// The place where it is, for people.
     pub fn location(&self) -> String {
         self.location.to_string()
     }
@@ -165,7 +165,7 @@ impl Store {
         })
     }
 
-    /// None if there is no such object.
+    /// Reads an object; none if there is no such one.
     fn get(&self, path: &Path) -> Result<Option<Vec<u8>>, StoreError> {
         let read = self.block(async { self.objects.get(path).await?.bytes().await });
         match read {

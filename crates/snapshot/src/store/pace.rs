@@ -9,7 +9,7 @@ const VARIABLE: &str = "UNDERSTUDY_STORE_SPEED";
 /// The line that all reads of this process share.
 struct Line {
     bytes_per_second: f64,
-    /// What was read so far has come through by then.
+    /// Time by which what was read so far has come through.
     free: Mutex<Instant>,
 }
 

@@ -1,4 +1,5 @@
-//! Whoever restores from a snapshot says so in its store, so that it is not deleted meanwhile.
+//! The marks in its store of those who restore from a snapshot, so that it is not deleted
+//! meanwhile.
 
 use super::mark::begun;
 use super::snapshots::DEAD_AFTER_SECONDS;
@@ -38,7 +39,7 @@ impl Store {
         self.delete(&self.reading_path(reading))
     }
 
-    /// Whoever restored from a snapshot will not go on with it.
+    /// Forgets those who restored from a snapshot and will not go on with it.
     pub fn forget_readers(
         &self,
         group: &GroupName,

@@ -1,9 +1,9 @@
-//! Which snapshots of a schedule are kept.
+//! The choice of a schedule's snapshots that are kept.
 
 use crate::SnapshotNumber;
 use crate::format::Manifest;
 
-/// What is kept of a group's snapshots. Those with a label are kept until they are deleted.
+/// The retention of a group's snapshots. Those with a label are kept until they are deleted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Retention {
     /// Number of the newest to keep, at least one.

@@ -15,9 +15,9 @@ use tokio::runtime::{Builder, Runtime};
 
 const WORKERS: usize = 2;
 
-/// Once there was one, for as long as the process lives. Were there a runtime for each store, its
-/// end would detach threads that end at that moment: in glibc (2.36, bug 19951) that may read what
-/// is freed, and the daemon would die of it.
+/// The runtime, once there was one, for as long as the process lives. Were there a runtime for each
+/// store, its end would detach threads that end at that moment: in glibc (2.36, bug 19951) that may
+/// read what is freed, and the daemon would die of it.
 static RUNTIME: Mutex<Option<Arc<Runtime>>> = Mutex::new(None);
 
 /// The runtime of a store.
@@ -39,7 +39,7 @@ fn start() -> io::Result<Arc<Runtime>> {
     Ok(shared.insert(Arc::new(builder.build()?)).clone())
 }
 
-/// What the calling thread makes is for this user alone.
+/// Makes what the calling thread creates private to this user.
 fn be_private() -> io::Result<()> {
     unshare(CloneFlags::CLONE_FS)?;
     umask(Mode::S_IRWXG | Mode::S_IRWXO);

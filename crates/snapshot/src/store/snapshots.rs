@@ -10,11 +10,11 @@ use object_store::path::Path;
 use std::collections::{BTreeMap, BTreeSet};
 use understudy_protocol::{GroupName, MOST_COUNTED};
 
-/// How long a snapshot may take to be written before a clean-up takes it for dead. Its chunks
+/// Time that a snapshot may take to be written before a clean-up takes it for dead. Its chunks
 /// are then removed, and it cannot be published any more.
 pub(super) const DEAD_AFTER_SECONDS: u64 = 24 * 3600;
 
-/// Most chunks of a folder that are looked for one by one.
+/// The most chunks of a folder that are looked for one by one.
 pub(super) const FEW: usize = 16;
 
 /// A snapshot that is being written. Until it is published there is none.
@@ -24,7 +24,7 @@ pub struct Writing {
     pub group: GroupName,
     /// The number that it has.
     pub number: SnapshotNumber,
-    /// What its mark says.
+    /// Word of its mark.
     word: MarkWord,
 }
 
@@ -33,7 +33,7 @@ pub struct Writing {
 pub struct Listed {
     /// Its number.
     pub number: SnapshotNumber,
-    /// What it consists of, or why that cannot be read.
+    /// Manifest of it, or why that cannot be read.
     pub manifest: Result<Manifest, StoreError>,
 }
 
@@ -235,8 +235,8 @@ impl Store {
         self.block(look)
     }
 
-    /// Few chunks are asked for one by one; for many a list is shorter, of which S3 gives a
-    /// thousand at a time.
+    /// Checks a folder: few chunks are asked for one by one; for many a list is shorter, of which
+    /// S3 gives a thousand at a time.
     async fn check_folder(&self, folder: &Path, names: &[ChunkId]) -> Result<(), StoreError> {
         if names.len() > FEW {
             let there = self.chunks_in(folder).await?;
@@ -252,7 +252,7 @@ impl Store {
     }
 }
 
-/// Where a manifest lies, for [`Store::path`].
+/// The place of a manifest, for [`Store::path`].
 fn manifest_place(group: &str, number: SnapshotNumber) -> String {
     format!("snapshots/{group}/{number}.json")
 }

@@ -19,7 +19,7 @@ const SWEEP_DEAD_AFTER_SECONDS: u64 = 600;
 /// for them.
 const AT_ONCE: usize = 1000;
 
-/// What became of a sweep.
+/// The result of a sweep.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Swept {
     /// Number of chunks removed.
@@ -36,10 +36,10 @@ struct Sweep<'s> {
     store: &'s Store,
     mark: Path,
     word: MarkWord,
-    /// When it began, in seconds since 1970, and by this process's clock.
+    /// Time at which it began, in seconds since 1970, and by this process's clock.
     since: u64,
     clock: Instant,
-    /// When it said last that it lives.
+    /// Time at which it said last that it lives.
     marked: u64,
 }
 

@@ -26,7 +26,7 @@ struct Bench {
     store: Store,
 }
 
-/// What a page holds in a version of the memory; every 5th is zero.
+/// The content of a page in a version of the memory; every 5th is zero.
 fn content(unit: u64, version: u64) -> Vec<u8> {
     match unit % 5 {
         0 => vec![0; UNIT_BYTES],
@@ -279,7 +279,7 @@ fn deleting_keeps_what_other_snapshots_need() {
     assert!(told.starts_with("shop has no snapshots"), "{told}");
 }
 
-/// Before, a guest whose memory was still to come lost it for good.
+/// A guest whose memory was still to come once lost it for good.
 #[test]
 fn what_is_being_restored_is_not_deleted() {
     let bench = Bench::new();
@@ -311,7 +311,7 @@ fn what_is_being_restored_is_not_deleted() {
     assert!(bench.files("reading").is_empty() && bench.files("chunks").is_empty());
 }
 
-/// Who deletes and who restores may begin at once: what the one has just removed comes back.
+/// A deletion and a restore may begin at once: what the one has just removed comes back.
 #[test]
 fn nothing_is_swept_while_what_is_restored_is_not_there() {
     let bench = Bench::new();

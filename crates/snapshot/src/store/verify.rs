@@ -6,16 +6,16 @@ use crate::{ChunkId, UNIT_BYTES};
 use futures_util::{StreamExt, stream};
 use std::collections::BTreeMap;
 
-/// What is wrong with a snapshot.
+/// A problem of a snapshot.
 #[derive(Debug)]
 pub struct Problem {
-    /// Which member's what it concerns.
+    /// Part that it concerns: which member's what.
     pub part: String,
-    /// What is wrong.
+    /// Error that it is.
     pub error: StoreError,
 }
 
-/// What a verification found.
+/// The result of a verification.
 #[derive(Debug, Default)]
 pub struct Verified {
     /// Chunks that were read.
@@ -26,7 +26,7 @@ pub struct Verified {
     pub problems: Vec<Problem>,
 }
 
-/// What a chunk is for, and how many bytes of it are used.
+/// The uses of chunks: what each is for, and how many bytes of it are used.
 type Uses = BTreeMap<ChunkId, (String, usize)>;
 
 impl Store {

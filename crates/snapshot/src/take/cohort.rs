@@ -5,7 +5,7 @@ use crate::SnapshotNumber;
 use crate::contact::{SILENCE, Silence};
 use understudy_protocol::Time;
 
-/// What happens to a cohort.
+/// An event that happens to a cohort.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TakeEvent {
     /// The coordinator says something.
@@ -14,15 +14,15 @@ pub enum TakeEvent {
     Prepared(SnapshotNumber),
     /// The VM was paused, captured, and runs on.
     Taken(SnapshotNumber),
-    /// Everything is in the store.
+    /// All is in the store.
     Saved(SnapshotNumber, Part),
-    /// It cannot go on, for this reason.
+    /// The member cannot go on, for this reason.
     Failed(SnapshotNumber, String),
     /// Time has passed.
     Tick,
 }
 
-/// What must be done.
+/// An action that must be taken.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TakeAction {
     /// Arm write protection; then say [`TakeEvent::Prepared`].
@@ -30,7 +30,7 @@ pub enum TakeAction {
     /// Tell the cut, [`crate::CutEvent::Take`]; once it is through and the VM runs on, say
     /// [`TakeEvent::Taken`], and once all is in the store [`TakeEvent::Saved`].
     Take(SnapshotNumber),
-    /// What changed since this snapshot is all that the next one needs to save.
+    /// Note that what changed since this snapshot is all that the next one needs to save.
     Commit(SnapshotNumber),
     /// Stop saving, lift write protection, tell the cut, and count what this snapshot would
     /// have saved as changed since the last one that exists. The guest runs on.
@@ -39,27 +39,27 @@ pub enum TakeAction {
     Report(About<TakeReport>),
 }
 
-/// Where a cohort stands with a snapshot.
+/// The phase in which a cohort is with a snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TakeCohortPhase {
-    /// Nothing is going on.
+    /// No snapshot is going on.
     Idle,
     /// Write protection is being armed.
     Preparing,
-    /// It can be taken.
+    /// The snapshot can be taken.
     Prepared,
-    /// It is being taken, or saved.
+    /// The snapshot is being taken, or saved.
     Taking {
         /// Whether the pause is over.
         taken: bool,
     },
-    /// Everything is in the store.
+    /// All is in the store.
     Saved(Part),
-    /// It exists.
+    /// The snapshot exists.
     Committed,
-    /// It was given up as told.
+    /// The snapshot was given up as told.
     Abandoned,
-    /// It was given up for this reason.
+    /// The snapshot was given up for this reason.
     Failed(String),
 }
 
@@ -77,7 +77,7 @@ impl TakeCohort {
         TakeCohort { number, phase: TakeCohortPhase::Idle, silence: Silence::new(now) }
     }
 
-    /// Where it stands.
+    /// The phase in which it is.
     pub fn phase(&self) -> &TakeCohortPhase {
         &self.phase
     }

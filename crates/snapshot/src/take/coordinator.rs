@@ -5,7 +5,7 @@ use crate::contact::{Contact, Failure};
 use crate::{Member, SnapshotNumber};
 use understudy_protocol::Time;
 
-/// What happens to the snapshot.
+/// An event that happens to the snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TakerEvent {
     /// A cohort says something.
@@ -16,13 +16,13 @@ pub enum TakerEvent {
     Published,
     /// The manifest could not be written, for this reason, and is certainly not there.
     NotPublished(String),
-    /// Whoever asked for the snapshot does not want it any more.
+    /// The one who asked for the snapshot does not want it any more.
     Cancel,
     /// Time has passed.
     Tick,
 }
 
-/// What must be done.
+/// An action that must be taken.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TakerAction {
     /// Say this to a cohort. It may be lost; it is repeated.
@@ -34,7 +34,7 @@ pub enum TakerAction {
     Discard,
 }
 
-/// Where the snapshot stands.
+/// The phase in which the snapshot is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TakerPhase {
     /// The members prepare.
@@ -43,9 +43,9 @@ pub enum TakerPhase {
     Saving,
     /// The manifest is being written.
     Publishing,
-    /// It exists.
+    /// The snapshot exists.
     Done,
-    /// It was given up for this reason.
+    /// The snapshot was given up for this reason.
     Failed(Failure),
 }
 
@@ -54,7 +54,7 @@ enum State {
     Preparing,
     Prepared,
     Saved(Part),
-    /// It knows how it ended, or will never hear of it.
+    /// The member knows how it ended, or will never hear of it.
     Over,
 }
 
@@ -85,7 +85,7 @@ impl Taker {
         taker
     }
 
-    /// Where the snapshot stands.
+    /// The phase in which the snapshot is.
     pub fn phase(&self) -> &TakerPhase {
         &self.phase
     }
@@ -194,7 +194,7 @@ impl Taker {
         }
     }
 
-    /// What each member should be doing; a repetition asks where it stands.
+    /// Tells each member what it should be doing; a repetition asks where it stands.
     fn send_all(&self, actions: &mut Vec<TakerAction>) {
         let said = match self.phase {
             TakerPhase::Preparing => TakeOrder::Prepare,

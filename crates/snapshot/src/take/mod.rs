@@ -28,38 +28,38 @@ use crate::format::Blob;
 use crate::graph::Crossing;
 use serde::{Deserialize, Serialize};
 
-/// What the coordinator says to a cohort.
+/// An order of the coordinator to a cohort.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum TakeOrder {
     /// A snapshot is to be taken soon.
     Prepare,
-    /// Now. Said again while the member saves, to learn how it goes.
+    /// The snapshot is to be taken now. Said again while the member saves, to learn how it goes.
     Take,
     /// The snapshot exists.
     Commit,
-    /// There will be no such snapshot.
+    /// The snapshot is given up.
     Abandon,
 }
 
-/// What a cohort says to the coordinator.
+/// A report of a cohort to the coordinator.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum TakeReport {
-    /// It prepares.
+    /// The member prepares.
     Preparing,
-    /// It could take the snapshot.
+    /// The member could take the snapshot.
     Prepared,
-    /// It was taken; the member saves.
+    /// The snapshot was taken; the member saves.
     Taken,
-    /// Everything is in the store.
+    /// All is in the store.
     Saved(Part),
-    /// It knows that the snapshot exists.
+    /// The member knows that the snapshot exists.
     Committed,
-    /// It has failed, and its guest goes on.
+    /// The member has failed, and its guest goes on.
     Failed {
-        /// Why.
+        /// The reason.
         why: String,
     },
-    /// It has given the snapshot up as it was told.
+    /// The member has given the snapshot up as it was told.
     Abandoned,
 }
 
@@ -78,7 +78,7 @@ pub struct Part {
 pub struct About<T> {
     /// The snapshot.
     pub number: SnapshotNumber,
-    /// What is said.
+    /// The order or report.
     pub said: T,
 }
 

@@ -208,7 +208,7 @@ impl World {
         }
     }
 
-    /// One snapshot after the other; checks what became of each.
+    /// Takes one snapshot after the other; checks what became of each.
     fn play(mut self) -> World {
         for number in (1..=SNAPSHOTS).map(SnapshotNumber) {
             self.begin(number);

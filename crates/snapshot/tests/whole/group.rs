@@ -20,10 +20,10 @@ pub const NOW: u64 = 1_790_000_000;
 pub type Memory = Vec<u8>;
 pub type Frame = Vec<u8>;
 
-/// What is under way from one member to another.
+/// The messages under way from one member to another.
 type Wire = VecDeque<(Envelope, Option<Frame>)>;
 
-/// What a frame pays: it is a TCP segment whose data is the amount.
+/// The amount that a frame pays: it is a TCP segment whose data is the amount.
 pub fn amount(frame: &[u8]) -> u64 {
     u64::from_le_bytes(frame[54..62].try_into().unwrap())
 }
@@ -98,7 +98,7 @@ impl Group<'_> {
         }
     }
 
-    /// What each member's memory was at its pause.
+    /// The memory of each member as it was at its pause.
     pub fn truth(&self, number: SnapshotNumber) -> impl Iterator<Item = &Memory> {
         self.truths[&number].values()
     }
@@ -164,7 +164,7 @@ impl Group<'_> {
         }
     }
 
-    /// One member does something; returns what its host reports.
+    /// Lets one member do something; returns what its host reports.
     fn step(&mut self) -> Vec<(Member, About<TakeReport>)> {
         self.now = self.now + Duration::from_millis(1);
         let at = self.random.below(MEMBERS as u64) as usize;
@@ -293,7 +293,7 @@ impl Group<'_> {
         }
     }
 
-    /// Once the log is complete, and the queue has been traced for a while.
+    /// Saves once the log is complete, and the queue has been traced for a while.
     fn save(&mut self, at: usize, reports: &mut Vec<(Member, About<TakeReport>)>) {
         let host = &mut self.hosts[at];
         let (Some(saving), Some(log)) = (&mut host.saving, host.cut.log()) else { return };

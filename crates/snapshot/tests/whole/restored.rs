@@ -13,7 +13,7 @@ use understudy_snapshot::{
 
 pub struct Restored {
     pub memories: Vec<Memory>,
-    /// To be delivered, by receiver.
+    /// Frames to be delivered, by receiver.
     pub frames: Vec<Vec<InFlightFrame>>,
 }
 

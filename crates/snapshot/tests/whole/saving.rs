@@ -1,4 +1,4 @@
-//! What a host stores of a snapshot.
+//! The parts of a snapshot that a host stores.
 
 use crate::group::{Frame, Memory, PAGES};
 use std::collections::{BTreeMap, BTreeSet};

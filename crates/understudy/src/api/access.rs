@@ -1,4 +1,5 @@
-//! Who may do what. Nothing is open over the network but the dashboard's page, which holds no data.
+//! The rules of who may do what. Nothing is open over the network but the dashboard's page, which
+//! holds no data.
 
 use super::ApiError;
 use super::guesses::{self, Guesses};
@@ -25,10 +26,10 @@ use understudy_report::{ErrorKind, HostError};
 /// A token of fewer characters could be guessed.
 const SHORTEST_TOKEN: usize = 20;
 
-/// For a request's body to come, of which none is large.
+/// Time for a request's body to come, of which none is large.
 const BODY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What stands before the API.
+/// The guard before the API.
 #[derive(Clone)]
 pub enum Guard {
     /// The unix socket: whoever may open it may do all.
@@ -53,14 +54,14 @@ pub struct Tokens {
 }
 
 impl Tokens {
-    /// Those in these files, which are read once now, and each time somebody shows a token.
+    /// The tokens in these files, which are read once now, and each time somebody shows a token.
     /// Who shows many wrong ones is told of in the journal.
     pub fn new(files: BTreeMap<Access, PathBuf>, journal: Journal) -> Result<Tokens, HostError> {
         check_tokens(&files)?;
         Ok(Tokens { files, guesses: Guesses::default(), journal })
     }
 
-    /// What a token from this address entitles to.
+    /// The access to which a token from this address entitles.
     fn admit(&self, token: &str, from: Option<IpAddr>) -> Result<Access, ApiError> {
         let now = Instant::now();
         if let Some(left) = from.and_then(|from| self.guesses.shut_out(from, now)) {
@@ -150,7 +151,7 @@ pub(super) async fn check(
     }
 }
 
-/// What has let a request in: to be asked again by an answer that goes on.
+/// The grounds that have let a request in: to be asked again by an answer that goes on.
 #[derive(Clone)]
 pub(super) struct Admitted {
     guard: Guard,
@@ -225,7 +226,7 @@ fn admit(tokens: &Tokens, needed: Access, request: &Request) -> Result<Access, A
     Ok(access)
 }
 
-/// Who calls, for people, and what they may do. A token counts more than a certificate.
+/// Identifies who calls, for people, and what they may do. A token counts more than a certificate.
 fn identify(tokens: &Tokens, request: &Request) -> Result<(String, Access), ApiError> {
     let connected = connected(request);
     if let Some(token) = token(request.headers()) {
@@ -265,8 +266,9 @@ fn refuse_other_sites(request: &Request) -> Result<(), ApiError> {
     Err(refusal(StatusCode::FORBIDDEN, message))
 }
 
-/// Whoever reaches the socket by a tunnel does so with a browser as well, which takes a page for this
-/// site's if only its name leads here: names that are none of this machine's are refused, whatever is asked.
+/// Refuses other names: whoever reaches the socket by a tunnel does so with a browser as well,
+/// which takes a page for this site's if only its name leads here. Names that are none of this
+/// machine's are refused, whatever is asked.
 fn refuse_other_names(request: &Request) -> Result<(), ApiError> {
     let Some(host) = request.headers().get(HOST) else { return Ok(()) };
     let host = host.to_str().unwrap_or_default();

@@ -24,7 +24,7 @@ use understudy_report::{
 /// Makes the schema of a type.
 pub(super) type SchemaOf = fn(&mut SchemaGenerator) -> Schema;
 
-/// What a call answers when it succeeds.
+/// The answer of a call that succeeds.
 pub(super) struct Success {
     /// The status.
     pub status: u16,
@@ -36,21 +36,21 @@ pub(super) struct Success {
 
 /// One call.
 pub(super) struct Call {
-    /// Where; what is in braces is a name.
+    /// Path of it; what is in braces is a name.
     pub path: &'static str,
-    /// How.
+    /// Method of it.
     pub method: &'static str,
     /// The least right that it takes.
     pub access: Access,
-    /// What it does.
+    /// Summary of what it does.
     pub summary: &'static str,
     /// The parameters behind the `?`.
     pub query: Option<SchemaOf>,
     /// The body that it takes.
     pub takes: Option<SchemaOf>,
-    /// What it may answer.
+    /// Answers that it may give.
     pub answers: Vec<Success>,
-    /// What does it.
+    /// Handler that does it.
     pub handler: MethodRouter<Api>,
 }
 
@@ -88,12 +88,12 @@ impl Call {
         self.answers_with(200, Some(SchemaGenerator::subschema_for::<T>))
     }
 
-    /// It answers 204.
+    /// Makes it answer 204.
     fn answers_nothing(self) -> Call {
         self.answers_with(204, None)
     }
 
-    /// It answers with a job if its client does not wait.
+    /// Makes it answer with a job if its client does not wait.
     fn may_be_a_job(self) -> Call {
         let job: SchemaOf = SchemaGenerator::subschema_for::<JobReport>;
         self.query::<WaitQuery>().answers_with(202, Some(job))

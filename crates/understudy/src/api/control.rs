@@ -1,11 +1,11 @@
-//! What the API asks of a host.
+//! The calls of the API to a host.
 
 use crate::metrics::KeptPage;
 use std::sync::Arc;
 use understudy_client::Subject;
 use understudy_daemon::Host;
 use understudy_protocol::{GroupName, VmName};
-use understudy_qemu::VmDefinition;
+use understudy_qemu::{CheckedDefinition, VmDefinition};
 use understudy_report::cluster::{
     DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
 };
@@ -18,7 +18,7 @@ use understudy_report::{
 use understudy_report::{ErrorKind, HostError, Meters};
 use understudy_snapshot::SnapshotNumber;
 
-/// What the API asks of a host; all calls block. [`Host`] outside of tests.
+/// The calls of the API to a host; all calls block. [`Host`] outside of tests.
 pub trait Control: Send + Sync + 'static {
     /// See [`Host::status`].
     fn status(&self) -> HostStatus;
@@ -28,14 +28,14 @@ pub trait Control: Send + Sync + 'static {
     fn events(&self) -> Journal;
     /// See [`Host::meters`].
     fn meters(&self) -> Meters;
-    /// What its VMs' keepers have counted.
+    /// The counts of its VMs' keepers.
     fn kept_pages(&self) -> Vec<KeptPage> {
         Vec::new()
     }
     /// See [`Host::vm_start`] and, if that is forced, [`Host::vm_start_on_other_images`].
     fn vm_start(
         &self,
-        definition: VmDefinition,
+        definition: CheckedDefinition,
         request: StartRequest,
     ) -> Result<VmStatus, HostError>;
     /// See [`Host::vm_start_recorded`].
@@ -119,7 +119,7 @@ impl Control for Arc<Host> {
     }
     fn vm_start(
         &self,
-        definition: VmDefinition,
+        definition: CheckedDefinition,
         request: StartRequest,
     ) -> Result<VmStatus, HostError> {
         match request.force {

@@ -18,21 +18,21 @@ use understudy_client::LONGEST_WAIT;
 use understudy_protocol::VmName;
 use understudy_report::events::{Event, EventList, Journal};
 
-/// Between two looks at the number of the last event.
+/// Time between two looks at the number of the last event.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Between two looks at whether the caller of a stream may still have it.
+/// Time between two looks at whether the caller of a stream may still have it.
 const CHECK: Duration = Duration::from_secs(5);
 
-/// Which events are meant.
+/// The events that are meant.
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct Which {
-    /// Only events with a larger number.
+    /// Number that the events exceed.
     after: u64,
-    /// Only those about this VM.
+    /// The VM that they are about.
     vm: Option<VmName>,
-    /// Wait so long for the first, 30 s at most; a list only.
+    /// Time to wait for the first, in milliseconds, 30 s at most; a list only.
     wait_ms: u64,
 }
 
@@ -92,7 +92,7 @@ pub(super) async fn stream(
 struct Told {
     journal: Journal,
     which: Which,
-    /// What is to be sent next.
+    /// Messages that are to be sent next.
     ready: VecDeque<Sent>,
     admitted: Admitted,
     ending: Ending,

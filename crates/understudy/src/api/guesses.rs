@@ -5,9 +5,10 @@ use std::net::IpAddr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// So many wrong tokens from one address are a typing error, or a program with an old one.
+/// The number of wrong tokens from one address that are a typing error, or a program with an old
+/// one.
 const MOST: u32 = 10;
-/// In so long; and for so long no token counts afterwards.
+/// The time in which they are counted, and for which no token counts afterwards.
 const SPAN: Duration = Duration::from_secs(60);
 /// Addresses that are remembered.
 const MOST_ADDRESSES: usize = 4096;
@@ -26,7 +27,7 @@ struct Guessed {
 }
 
 impl Guesses {
-    /// For how long no token from there counts; none if one would.
+    /// The time for which no token from there counts; none if one would.
     pub(super) fn shut_out(&self, from: IpAddr, now: Instant) -> Option<Duration> {
         let known = self.known();
         let guessed = known.get(&from).filter(|guessed| guessed.wrong >= MOST)?;

@@ -23,10 +23,10 @@ use understudy_report::{ProtectRequest, Protection};
 
 /// Jobs that are kept, the running ones among them.
 const KEPT: usize = 64;
-/// How often a synchronisation is looked at.
+/// Time between two looks at a synchronisation.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// What a job does.
+/// The kind of a job: what it does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum JobKind {
@@ -38,21 +38,21 @@ pub enum JobKind {
     Restore,
 }
 
-/// Where a job stands.
+/// The state of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum JobState {
-    /// It is under way.
+    /// The job is under way.
     Running,
-    /// It did what it should.
+    /// The job did what it should.
     Done,
-    /// It did not: `error` says why.
+    /// The job did not do what it should: `error` says why.
     Failed,
-    /// It was cancelled.
+    /// The job was cancelled.
     Cancelled,
 }
 
-/// How far a job is.
+/// The progress of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct JobProgress {
     /// Bytes done.
@@ -68,21 +68,21 @@ pub struct JobProgress {
 pub struct JobReport {
     /// Names it.
     pub id: u64,
-    /// What it does.
+    /// The kind of the job.
     pub kind: JobKind,
     /// The VM or group that it is about.
     pub subject: String,
-    /// Where it stands.
+    /// The state of the job.
     pub state: JobState,
-    /// How far it is, if that can be told.
+    /// The progress of the job, if that can be told.
     pub progress: Option<JobProgress>,
-    /// When it began, in milliseconds since 1970.
+    /// Time at which it began, in milliseconds since 1970.
     pub begun_ms: u64,
-    /// When it ended.
+    /// Time at which it ended, in milliseconds since 1970.
     pub ended_ms: Option<u64>,
-    /// What the call would have answered that waits.
+    /// Answer that the call would have given if it had waited.
     pub answer: Option<Value>,
-    /// Why it failed.
+    /// The reason why it failed.
     pub error: Option<HostError>,
 }
 
@@ -99,11 +99,11 @@ pub(super) struct Running {
     report: Mutex<JobReport>,
 }
 
-/// How a job ended that did not fail.
+/// The outcome of a job that did not fail.
 pub(super) enum Outcome {
-    /// With this answer.
+    /// The job ended with this answer.
     Done(Value),
-    /// As somebody wanted.
+    /// The job was cancelled, as somebody wanted.
     Cancelled,
 }
 
@@ -188,11 +188,11 @@ impl Jobs {
     }
 }
 
-/// What the client says about waiting: `?wait=false` makes a job of a call.
+/// The client's word about waiting: `?wait=false` makes a job of a call.
 #[derive(Clone, Copy, Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct WaitQuery {
-    /// Answer with a job at once, and not when all is done.
+    /// Whether to wait until all is done; else a job is the answer, at once.
     #[serde(default = "waits")]
     wait: bool,
 }
@@ -201,7 +201,7 @@ fn waits() -> bool {
     true
 }
 
-/// That as it comes.
+/// The same as it comes.
 pub(super) type Waiting = Result<Query<WaitQuery>, QueryRejection>;
 
 /// Whether the client waits for the end.

@@ -14,7 +14,7 @@ use understudy_client::{Client, Failure, FailureKind, Subject};
 use understudy_daemon::Host;
 use understudy_daemon::keeper::Keeper;
 use understudy_protocol::{GroupName, VmName};
-use understudy_qemu::VmDefinition;
+use understudy_qemu::{CheckedDefinition, VmDefinition};
 use understudy_report::cluster::{
     DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
 };
@@ -28,16 +28,16 @@ use understudy_report::{ErrorKind, HostError, Meters};
 use understudy_snapshot::SnapshotNumber;
 use understudy_threads::inherit;
 
-/// For a keeper to say what it knows: one that hangs must not hide the others.
+/// Time for a keeper to say what it knows: one that hangs must not hide the others.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// Keepers that are asked at the same time, at most.
 const AT_ONCE: usize = 16;
-/// For a keeper to start a VM: what comes up next is held up by one that hangs.
+/// Time for a keeper to start a VM: what comes up next is held up by one that hangs.
 const START_PATIENCE: Duration = Duration::from_secs(60);
-/// For a keeper whose VM has ended to end, and between two looks at that.
+/// Time for a keeper whose VM has ended to end, and between two looks at that.
 const END_PATIENCE: Duration = Duration::from_secs(10);
 const END_LOOK: Duration = Duration::from_millis(10);
-/// Between two looks for keepers that are not followed yet.
+/// Time between two looks for keepers that are not followed yet.
 const LOOK: Duration = Duration::from_millis(250);
 
 /// A host, some of whose VMs may have keepers.
@@ -58,8 +58,8 @@ impl Routed {
         }
     }
 
-    /// [`either`](Routed::either) of what ends the VM here: its keeper's end is waited for, so that
-    /// the name is free.
+    /// [`either`](Routed::either) of what ends the VM here: its keeper's end is waited for a moment, so that the name is
+    /// free. What it has done is done, however long it takes to end.
     fn ended<T>(
         &self,
         vm: &VmName,
@@ -68,26 +68,27 @@ impl Routed {
     ) -> Result<T, HostError> {
         let Some(found) = self.0.keeper_of(vm) else { return daemon(&self.0) };
         let done = ask(vm, found.reachable()?, keeper)?;
-        let deadline = Instant::now() + END_PATIENCE;
         // Its last words may be half written.
         let is_there = |now: Keeper| now.pid.is_none() || now.pid == found.pid;
-        while self.0.keeper_of(vm).is_some_and(is_there) {
-            if Instant::now() > deadline {
-                let message = format!("{vm} has ended, and its keeper has not yet");
-                return Err(HostError::new(ErrorKind::Conflict, message));
-            }
-            thread::sleep(END_LOOK);
+        if !comes_true(|| !self.0.keeper_of(vm).is_some_and(is_there)) {
+            warn!(%vm, "it has ended, and its keeper has not yet");
         }
         Ok(done)
+    }
+
+    /// Waits a moment for a keeper of that name whose VM is over, and which has not ended yet.
+    fn await_free(&self, vm: &VmName) {
+        if self.0.is_between_keepers(vm) {
+            return;
+        }
+        comes_true(|| !self.0.keeper_of(vm).is_some_and(|keeper| has_nothing(&keeper)));
     }
 
     fn status_of_kept(&self, keeper: &Keeper) -> Option<VmStatus> {
         let ask = || ask(&keeper.vm, keeper.reachable()?, |client| client.vm_status(&keeper.vm));
         match ask() {
             Ok(status) => Some(VmStatus { keeper_pid: keeper.pid, ..status }),
-            Err(_) if self.0.is_between_keepers(&keeper.vm) => {
-                self.0.status_between_keepers(&keeper.vm)
-            }
+            Err(_) if self.0.is_between_keepers(&keeper.vm) => self.0.status_of_untold(&keeper.vm),
             // It has just been started, or is about to end.
             Err(error) if error.kind == ErrorKind::NotFound => None,
             Err(_) if self.0.keeper_of(&keeper.vm).is_none() => None,
@@ -100,6 +101,26 @@ impl Routed {
             }),
         }
     }
+}
+
+/// Waits as long as keepers may take to end; whether it has come true.
+fn comes_true(goal: impl Fn() -> bool) -> bool {
+    let deadline = Instant::now() + END_PATIENCE;
+    loop {
+        match goal() {
+            true => return true,
+            false if Instant::now() > deadline => return false,
+            false => thread::sleep(END_LOOK),
+        }
+    }
+}
+
+/// Whether a keeper says that it has no VM, or says nothing, as one that is about to end.
+fn has_nothing(keeper: &Keeper) -> bool {
+    // Its last words may be half written.
+    let Ok(socket) = keeper.reachable() else { return keeper.pid.is_none() };
+    let status = ask(&keeper.vm, socket, |client| client.vm_status(&keeper.vm));
+    status.is_err_and(|error| matches!(error.kind, ErrorKind::NotFound | ErrorKind::Unreachable))
 }
 
 /// Asks a keeper.
@@ -185,13 +206,14 @@ impl Control for Routed {
     }
     fn vm_start(
         &self,
-        definition: VmDefinition,
+        definition: CheckedDefinition,
         request: StartRequest,
     ) -> Result<VmStatus, HostError> {
         let name = &definition.name;
         if request.force || !self.0.starts_in_keeper(name) {
             return Control::vm_start(&self.0, definition, request);
         }
+        self.await_free(name);
         let order = |client: &Client| client.vm_start(&definition, request);
         let start = |socket: &Path| start(name, socket, order);
         self.0.start_in_keeper(&definition, start)
@@ -200,6 +222,7 @@ impl Control for Routed {
         if !self.0.starts_in_keeper(name) {
             return self.0.vm_start_recorded(name);
         }
+        self.await_free(name);
         let definition = self.0.definition(name)?;
         let start = |socket: &Path| start(name, socket, |client| client.vm_start_recorded(name));
         self.0.start_in_keeper(&definition, start)
@@ -270,6 +293,7 @@ impl Control for Routed {
         )
     }
     fn recover(&self, name: &VmName, request: RecoverRequest) -> Result<RecoverReport, HostError> {
+        self.await_free(name);
         self.0.recover_in_its_place(name, request)
     }
     fn timings(&self, name: &VmName) -> Result<Vec<CheckpointTiming>, HostError> {
@@ -326,7 +350,7 @@ fn starting(vm: &VmName) -> HostError {
     HostError::new(ErrorKind::Conflict, message)
 }
 
-/// Those of a group share a keeper.
+/// The error that VMs do not share a keeper, as those of a group do.
 fn not_together(vm: &VmName) -> HostError {
     let message = format!(
         "{vm} runs in a keeper that it does not share with all of them: stop them, name them under [groups] in the \
@@ -401,7 +425,8 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    /// They were asked one after the other: fifteen that hang made a status that nobody waited for.
+    /// Keepers were once asked one after the other: fifteen that hang made a status that nobody
+    /// waited for.
     #[test]
     fn keepers_are_asked_at_the_same_time() {
         let keeper = |number: usize| Keeper {

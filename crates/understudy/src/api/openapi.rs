@@ -104,7 +104,7 @@ fn describe(call: &Call, generator: &mut SchemaGenerator) -> Value {
     described
 }
 
-/// What is in braces in a path.
+/// The names in braces in a path.
 fn names(path: &str) -> Vec<Value> {
     let parts = path.split('/').filter_map(|part| part.strip_prefix('{')?.strip_suffix('}'));
     let parameter = |name: &str| {

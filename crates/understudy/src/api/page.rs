@@ -22,7 +22,7 @@ const MODULES: [(&str, &str); 5] = [
     ("/page/dialogs.js", include_str!("../page/dialogs.js")),
 ];
 
-/// Nothing from elsewhere, nothing in line, in nobody's frame.
+/// The policy: nothing from elsewhere, nothing in line, in nobody's frame.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; \
                       img-src 'self' data:; base-uri 'none'; form-action 'none'; \
                       frame-ancestors 'none'";

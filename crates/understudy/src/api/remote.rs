@@ -15,7 +15,7 @@ use understudy_daemon::ApiTls;
 use understudy_daemon::config::ApiConfig;
 use understudy_report::HostError;
 
-/// For a caller to prove that it has the key to its certificate.
+/// Time for a caller to prove that it has the key to its certificate.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Serves the API on the addresses of the configuration, until the daemon ends.
@@ -49,7 +49,7 @@ impl Porter {
         Some((Box::new(stream), caller))
     }
 
-    /// What there is to be asked of a connection's certificate.
+    /// The question to be asked of a connection's certificate.
     fn asked(self: Arc<Self>, stream: &TlsStream<TcpStream>) -> Asked {
         let (_, tls) = stream.get_ref();
         let certificate = tls.peer_certificates().and_then(<[_]>::first).cloned();

@@ -10,7 +10,8 @@ use tokio::task::{JoinError, spawn_blocking};
 const MOST_CALLS: usize = 480;
 /// Threads of the runtime that wait, at most.
 const THREADS: usize = MOST_CALLS + 32;
-/// One is for the API, which waits on the host, and one for whoever else does.
+/// The number of threads: one is for the API, which waits on the host, and one for whoever else
+/// does.
 const API_THREADS: usize = 2;
 
 static FREE: Semaphore = Semaphore::const_new(MOST_CALLS);

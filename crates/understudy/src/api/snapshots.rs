@@ -110,7 +110,7 @@ async fn carry_out<T: Serialize + Send + 'static>(
     jobs.begin(kind, subject, move |_| jobs::outcome(&work()?))
 }
 
-/// Which snapshots are meant.
+/// The snapshots that are meant.
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Which {
@@ -118,11 +118,11 @@ pub(super) struct Which {
     group: Option<GroupName>,
     /// The snapshot.
     number: Option<SnapshotNumber>,
-    /// Where it is; the group's own store without.
+    /// The store where it is; the group's own store without.
     store: Option<String>,
 }
 
-/// Which snapshot is to be deleted.
+/// The snapshot that is to be deleted.
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Doomed {
@@ -130,9 +130,9 @@ pub(super) struct Doomed {
     group: GroupName,
     /// The snapshot.
     number: SnapshotNumber,
-    /// Where it is; the group's own store without.
+    /// The store where it is; the group's own store without.
     store: Option<String>,
-    /// Even while it is being restored, so far as its store knows.
+    /// Whether to delete it even while it is being restored, so far as its store knows.
     #[serde(default)]
     force: bool,
 }

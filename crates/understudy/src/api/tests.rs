@@ -75,7 +75,7 @@ impl Control for Recorder {
     }
     fn vm_start(
         &self,
-        definition: VmDefinition,
+        definition: CheckedDefinition,
         request: StartRequest,
     ) -> Result<VmStatus, HostError> {
         let StartRequest { force, other_host_is_off } = request;
@@ -246,7 +246,7 @@ impl Served {
 }
 
 fn definition() -> VmDefinition {
-    serde_json::from_str(r#"{"name": "db", "memory": "64M", "vcpus": 1}"#).unwrap()
+    serde_json::from_str(r#"{"name": "db", "memory": "64M", "vcpus": 1, "kernel": "/k"}"#).unwrap()
 }
 
 #[test]
@@ -354,6 +354,13 @@ fn bad_requests_are_refused_before_the_host_is_asked() {
     }
     let (_, answer) = api.request("POST", "/v1/vms/db/protect", "{\"to\": \"b\", \"speed\": 1}");
     assert!(answer["error"]["message"].as_str().unwrap().contains("speed"), "{answer}");
+    // Only the command checked it: the VM ran, and could be neither protected nor restored.
+    let definition =
+        r#"{"name": "db", "memory": "64M", "vcpus": 1, "kernel": "/k", "cpu": "host"}"#;
+    let (code, answer) = api.request("POST", "/v1/vms", definition);
+    assert_eq!(code, 400, "{answer}");
+    let message = answer["error"]["message"].as_str().unwrap();
+    assert!(message.starts_with("request body: cpu: \"host\" means"), "{message}");
     assert!(api.calls().is_empty());
 }
 

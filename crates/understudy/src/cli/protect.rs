@@ -136,7 +136,7 @@ impl ProtectArgs {
         if self.unheld_output { Output::Unheld } else { Output::Held }
     }
 
-    /// How pages are to be encoded.
+    /// The encoding of pages.
     pub fn encoding(&self) -> EncodingPlan {
         EncodingPlan { compression: self.compression.into(), cache_pages: self.cache_pages }
     }

@@ -86,7 +86,7 @@ pub struct InvitationArgs {
 }
 
 impl InvitationArgs {
-    /// How long the token is good.
+    /// The time for which the token is good.
     pub fn lifetime(&self) -> Duration {
         Duration::from_secs(self.minutes * 60)
     }
@@ -105,7 +105,7 @@ pub struct JoinArgs {
 /// The port that peers use unless told otherwise.
 const PEER_PORT: u16 = 7700;
 
-/// Where peers reach a host.
+/// The address where peers reach a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerAddress(pub SocketAddr);
 

@@ -103,14 +103,14 @@ pub struct SnapshotArgs {
     pub recency: bool,
 }
 
-/// How long is traced.
+/// Parses the time for which is traced.
 fn trace(text: &str) -> Result<Duration, String> {
     let seconds = text.parse().ok().filter(|seconds| (0.0..=60.0).contains(seconds));
     seconds.map(Duration::from_secs_f64).ok_or_else(|| "give seconds, 0 to 60".to_owned())
 }
 
 impl SnapshotArgs {
-    /// As the daemon is asked.
+    /// The request as the daemon is asked.
     pub fn request(&self) -> SnapshotRequest {
         SnapshotRequest {
             store: self.store.clone(),
@@ -143,7 +143,7 @@ pub struct RestoreArgs {
 }
 
 impl RestoreArgs {
-    /// As the daemon is asked.
+    /// The request as the daemon is asked.
     pub fn request(&self, number: Option<SnapshotNumber>, onto: &[HostName]) -> RestoreRequest {
         RestoreRequest {
             number,

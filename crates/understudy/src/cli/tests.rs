@@ -118,7 +118,7 @@ fn a_file_to_start_is_told_from_a_name() {
     }
 }
 
-/// They named 7788 and 7700.
+/// Help and README once named 7788 and 7700.
 #[test]
 fn help_and_readme_name_the_same_port() {
     let ports = |text: &str| -> Vec<String> {
@@ -130,4 +130,22 @@ fn help_and_readme_name_the_same_port() {
     let help = ports(HOST_HELP);
     assert!(readme.len() >= 2 && help.len() >= 2, "{readme:?} {help:?}");
     assert!(readme.iter().chain(&help).all(|port| *port == help[0]), "{readme:?} {help:?}");
+}
+
+/// `/understudy` is also the beginning of `/understudy2`, another cluster's.
+#[test]
+fn what_the_documents_remove_from_etcd_is_of_one_prefix_alone() {
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
+    let mut found = 0;
+    for page in std::fs::read_dir(docs).unwrap().map(|page| page.unwrap().path()) {
+        if page.extension().is_none_or(|ending| ending != "md") {
+            continue;
+        }
+        let text = std::fs::read_to_string(&page).unwrap();
+        for command in text.split('`').filter(|code| code.starts_with("etcdctl del")) {
+            found += 1;
+            assert!(command.ends_with('/'), "{}: {command}", page.display());
+        }
+    }
+    assert!(found > 0, "the runbook says how");
 }

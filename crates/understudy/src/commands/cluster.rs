@@ -84,7 +84,7 @@ fn list(all: &[SnapshotReport]) -> String {
     text
 }
 
-/// How long ago, in words.
+/// The age in words.
 fn age(taken_at: u64) -> String {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     let seconds = since.map_or(0, |now| now.as_secs()).saturating_sub(taken_at);

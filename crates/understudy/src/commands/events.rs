@@ -19,7 +19,7 @@ pub fn run(client: &Client, args: &EventsArgs, json: bool) -> Result<Exit, Failu
     }
 }
 
-/// One line for each event.
+/// Prints one line for each event.
 fn print(list: &EventList, json: bool) -> Result<(), Failure> {
     if list.missed {
         eprintln!("some events are not kept any more");

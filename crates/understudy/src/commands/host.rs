@@ -1,6 +1,7 @@
 //! `understudy host`: the daemon in the foreground.
 
 use super::watchdog;
+use crate::api::operators::{self, Asking};
 use crate::api::{Api, Guard, Routed, follow, remote, room};
 use crate::service_manager::{Notice, ServiceManager};
 use crate::socket::ApiSocket;
@@ -10,6 +11,7 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use tokio::net::UnixListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 use tokio::task::{JoinError, JoinHandle, spawn_blocking};
@@ -18,9 +20,9 @@ use understudy_daemon::config::HostConfig;
 use understudy_daemon::{ADDRESS_PATIENCE, Host};
 use understudy_report::{ErrorKind, HostError};
 
-/// How long calls under way may take to be answered once everything has ended.
+/// Time that calls under way may take to be answered once everything has ended.
 const LAST_ANSWERS: Duration = Duration::from_secs(2);
-/// What the end takes beside the guests' power-off: protected VMs are handed over before.
+/// Time that the end takes beside the guests' power-off: protected VMs are handed over before.
 const HAND_OVERS: Duration = Duration::from_secs(120);
 
 /// Runs the daemon until SIGTERM or SIGINT.
@@ -67,11 +69,13 @@ async fn serve(
     let host = host?;
     let (stop, stopped) = oneshot::channel::<()>();
     let api = Api::new(Arc::new(Routed(host.clone())));
-    let router = api.router(&Guard::Local);
-    let serving = listen(socket, router, async {
+    let router = operators::only(api.router(&Guard::Local));
+    let service = router.into_make_service_with_connect_info::<Asking>();
+    let listener = listener_of(socket).map_err(internal)?;
+    let serving = axum::serve(listener, service).with_graceful_shutdown(async {
         // A dropped sender stops the server as well.
         let _ = stopped.await;
-    })?;
+    });
     if let Some(listener) = metrics {
         metrics::serve(listener, Arc::new(Routed(host.clone())));
     }
@@ -81,7 +85,7 @@ async fn serve(
     follow(&host).map_err(internal)?;
     // Behind all that may fail, and before anybody hears that this daemon is up.
     host.arm_watchdog()?;
-    let server = tokio::spawn(serving);
+    let server = tokio::spawn(serving.into_future());
     tracing::info!(host = %name, socket = %socket.path().display(), "ready");
     manager.tell(&[Notice::Ready]);
     let alive = watchdog::keep(manager.clone(), host.clone(), socket.path().to_owned());
@@ -126,13 +130,16 @@ pub(super) async fn end_in_order(host: &Arc<Host>, signals: &mut Signals) -> Res
     }
 }
 
+fn listener_of(socket: &ApiSocket) -> io::Result<UnixListener> {
+    socket.listener().and_then(UnixListener::from_std)
+}
+
 pub(super) fn listen(
     socket: &ApiSocket,
     router: axum::Router,
     stop: impl Future<Output = ()> + Send + 'static,
 ) -> Result<impl Future<Output = io::Result<()>> + Send + 'static, Failure> {
-    let listener = socket.listener().and_then(tokio::net::UnixListener::from_std);
-    let listener = listener.map_err(internal)?;
+    let listener = listener_of(socket).map_err(internal)?;
     Ok(axum::serve(listener, router).with_graceful_shutdown(stop).into_future())
 }
 

@@ -11,7 +11,7 @@ use understudy_import::{Finding, Import, Outcome, Surroundings, Template, libvir
 use understudy_qemu::VmDefinition;
 use understudy_report::ErrorKind;
 
-/// What `--json` prints.
+/// The report that `--json` prints.
 #[derive(Serialize)]
 struct Report<'a> {
     findings: &'a [Finding],

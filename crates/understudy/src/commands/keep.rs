@@ -23,10 +23,11 @@ use understudy_daemon::keeper::order::Order;
 use understudy_daemon::keeper::places::{Close, Door};
 use understudy_daemon::keeper::rights;
 use understudy_daemon::keeper::seclusion::{self, Seclusion};
+use understudy_daemon::keeper::view::{self, View};
 use understudy_protocol::{GroupName, VmName};
 use understudy_report::{ErrorKind, HostError};
 
-/// For what was asked to be answered: who ended the VM is to hear that, on a busy host, too.
+/// Time for what was asked to be answered: who ended the VM is to hear that, on a busy host, too.
 const LAST_ANSWERS: Duration = Duration::from_secs(8);
 
 /// Keeps a VM, and those of its group that come, until they are gone, or until SIGTERM; follows an order
@@ -40,9 +41,12 @@ pub fn run(
     let _ = set_name(c"understudy-keep");
     // What is said to the daemon's terminal is not meant for it. Fails if it leads a session already.
     let _ = setsid();
+    let config = HostConfig::load(config)?;
+    if let View::Whole(why) = view::enter(&config, vm)? {
+        tracing::warn!("it sees the files of all VMs: {why}");
+    }
     rights::give_up()?;
     seclude(order.as_ref())?;
-    let config = HostConfig::load(config)?;
     let runtime = room::runtime()
         .map_err(|error| Failure::internal(format!("cannot start threads: {error}")))?;
     let ended = runtime.block_on(serve(config, (vm, group), order));
@@ -67,7 +71,7 @@ pub fn end_all(config: &Path) -> Result<Exit, Failure> {
     }
 }
 
-/// Before there are other threads, which would not be.
+/// Secludes this process before there are other threads, which would not be.
 fn seclude(order: Option<&Order>) -> Result<(), Failure> {
     if matches!(order, Some(Order::Adopt)) {
         tracing::info!(

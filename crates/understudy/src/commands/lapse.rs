@@ -6,21 +6,21 @@ use std::time::{Duration, Instant};
 use understudy_client::{Client, Failure};
 use understudy_report::VmStatus;
 
-/// For a lapse to end: the backup says every two seconds what it could.
+/// Time for a lapse to end: the backup says every two seconds what it could.
 const PATIENCE: Duration = Duration::from_secs(15);
-/// Before the next try.
+/// Time before the next try.
 const AGAIN: Duration = Duration::from_millis(200);
 
 /// The wait for the end of one.
 pub struct Lapse {
     patience: Duration,
     quiet: bool,
-    /// When there is no more to wait for; none if there was no lapse yet.
+    /// Time at which there is no more to wait for; none if there was no lapse yet.
     until: Option<Instant>,
 }
 
 impl Lapse {
-    /// Nobody waits yet; whoever does is told once, unless `quiet`.
+    /// A wait that nobody has begun yet; whoever does is told once, unless `quiet`.
     pub fn new(quiet: bool) -> Lapse {
         Lapse { patience: PATIENCE, quiet, until: None }
     }

@@ -1,4 +1,4 @@
-//! What each subcommand does: one module per group.
+//! The work of each subcommand: one module per group.
 
 mod cluster;
 mod console;

@@ -10,8 +10,12 @@ use understudy_daemon::snapshot::make_key;
 pub fn run(command: &PkiCommand, json: bool) -> Result<Exit, Failure> {
     let (written, advice) = match command {
         PkiCommand::Init { dir } => (pki::init(dir)?, "keep the key safe: it belongs on no host"),
-        PkiCommand::Issue { name, dir, days } => {
-            (pki::issue(dir, name, *days)?, "move both to the host, and name them in its [tls]")
+        PkiCommand::Issue { name, dir, days, out } => {
+            let issued = match out {
+                Some(out) => pki::issue_into(dir, name, *days, out)?,
+                None => pki::issue(dir, name, *days)?,
+            };
+            (issued, "move both to the host, and name them in its [tls]")
         }
         PkiCommand::Revoke { which, dir } => {
             output::show(json, &pki::revoke(dir, which)?, describe_list)?;

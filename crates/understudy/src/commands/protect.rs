@@ -11,7 +11,7 @@ use understudy_client::{
 use understudy_protocol::GroupName;
 use understudy_report::{GroupRequest, ProtectRequest, Protection, VmStatus};
 
-/// How often the progress is asked for.
+/// Time between two questions for the progress.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Protects a VM or a group; waits until it is protected, unless told not to.
@@ -194,7 +194,7 @@ mod tests {
         assert_eq!(failure.exit(), Exit::Degraded);
     }
 
-    /// It failed if the first look fell into a lapse.
+    /// The command once failed if the first look fell into a lapse.
     #[test]
     fn it_waits_for_the_end_of_a_lapse_with_a_bound() {
         let lapsed = || degraded(Some("its disk is slow"));

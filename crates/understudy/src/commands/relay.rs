@@ -9,7 +9,7 @@ use std::os::unix::net::UnixStream;
 
 /// Ctrl-]
 const ESCAPE: u8 = 0x1d;
-/// After the end of piped input, the console is left once silent for so long.
+/// Silence after which the console is left once piped input has ended.
 const SILENCE_MS: u16 = 1000;
 const BUFFER_BYTES: usize = 4096;
 
@@ -27,7 +27,7 @@ pub struct Relay<'a> {
     buffer: [u8; BUFFER_BYTES],
 }
 
-/// What can be done without waiting.
+/// The things that can be done without waiting.
 struct Ready {
     console_read: bool,
     console_write: bool,
@@ -42,7 +42,7 @@ enum Next {
 }
 
 impl<'a> Relay<'a> {
-    /// Between `console` and the user's `input` and `output`.
+    /// A relay between `console` and the user's `input` and `output`.
     pub fn new(
         console: &'a UnixStream,
         input: BorrowedFd<'a>,

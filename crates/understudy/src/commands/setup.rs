@@ -144,7 +144,7 @@ fn finish(args: &HostArgs, json: bool) -> Result<Exit, Failure> {
     }
 }
 
-/// With --json a line for each thing that has happened: a reader need not wait for the last.
+/// Says, with --json, a line for each thing that has happened: a reader need not wait for the last.
 fn say(
     json: bool,
     value: &impl serde::Serialize,

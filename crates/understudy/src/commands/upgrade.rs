@@ -35,16 +35,16 @@ pub fn run(client: &Client, args: &UpgradeArgs, json: bool) -> Result<Exit, Fail
     Ok(if ready { Exit::Ok } else { Exit::Error })
 }
 
-/// What is printed.
+/// The report that is printed.
 #[derive(Serialize)]
 struct Report {
     #[serde(flatten)]
     plan: UpgradePlan,
-    /// What the daemon will be after a restart: this program.
+    /// Versions of the daemon after a restart: those of this program.
     next: Option<Versions>,
-    /// What was handed over just now.
+    /// VMs that were handed over just now.
     handed_over: Vec<VmName>,
-    /// What keepers still run here after that: it outlives the daemon, and not the host.
+    /// VMs that keepers still run here after that: they outlive the daemon, and not the host.
     kept_here: Vec<VmName>,
 }
 
@@ -55,7 +55,7 @@ impl Report {
         self.plan.need_person().count() == 0 && self.plan.peers.iter().all(fits) && !runs_here
     }
 
-    /// What runs here, and would be handed over, or shut down, or goes on in keepers.
+    /// The VMs that run here, and would be handed over, or shut down, or goes on in keepers.
     fn left_here(&self) -> Vec<&str> {
         let of_daemon = self.plan.handed_over().chain(self.plan.shut_down()).map(|step| &step.vm);
         of_daemon.chain(&self.kept_here).map(VmName::as_str).collect()
@@ -314,7 +314,7 @@ mod tests {
         assert_eq!(step.outcome, UpgradeOutcome::GoesOn { keeper: None });
     }
 
-    /// It was said that nothing ran here.
+    /// The command once said that nothing ran here.
     #[test]
     fn what_keepers_run_here_is_not_evacuated() {
         let goes_on = step("db", UpgradeOutcome::GoesOn { keeper: None });

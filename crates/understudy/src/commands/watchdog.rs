@@ -14,11 +14,11 @@ use tokio::time::timeout;
 use tracing::warn;
 use understudy_daemon::{Host, Pulse};
 
-/// Between two proofs when nobody counts them: what the manager shows should be of now.
+/// Time between two proofs when nobody counts them: what the manager shows should be of now.
 const UNCOUNTED: Duration = Duration::from_secs(10);
 /// Proofs in the time that the manager waits for one.
 const PROOFS: u32 = 4;
-/// Any answer will do, and this one costs nothing.
+/// The request: any answer will do, and this one costs nothing.
 const REQUEST: &[u8] = b"GET / HTTP/1.0\r\n\r\n";
 const ANSWER: &[u8] = b"HTTP/1.";
 

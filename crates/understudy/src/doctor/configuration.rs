@@ -1,4 +1,4 @@
-//! What a host's configuration names: its address, the arbiter, the peers.
+//! The checks of what a host's configuration names: its address, the arbiter, the peers.
 
 use super::Check;
 use crate::api::check_tokens;
@@ -10,7 +10,7 @@ use std::path::Path;
 use std::thread;
 use understudy_arbiter::etcd::Etcd;
 use understudy_daemon::config::{ApiConfig, ArbiterConfig, EtcdConfig, HostConfig};
-use understudy_daemon::keeper::seclusion;
+use understudy_daemon::keeper::{seclusion, view};
 use understudy_daemon::probe::{self, ProbeAnswer, ProbeError};
 use understudy_protocol::HostName;
 
@@ -37,7 +37,7 @@ fn listen(name: &str, address: SocketAddr) -> Check {
     }
 }
 
-/// Read as the daemon reads them.
+/// Checks the certificates, read as the daemon reads them.
 fn certificates(config: &HostConfig) -> Option<Check> {
     const NAME: &str = "certificates";
     let advice = "see \"Certificates\" in docs/operating.md";
@@ -59,7 +59,7 @@ fn api(config: &ApiConfig) -> Vec<Check> {
     checks
 }
 
-/// Not opened: that would arm it.
+/// Checks the watchdog, which is not opened: that would arm it.
 fn watchdog(device: &Path, config: &HostConfig) -> Option<Check> {
     if config.watchdog.is_some() || config.lease.is_zero() || !device.exists() {
         return None;
@@ -72,9 +72,17 @@ fn watchdog(device: &Path, config: &HostConfig) -> Option<Check> {
     Some(Check::note("watchdog", "there is one, and nobody uses it", advice))
 }
 
-/// What they could do to other processes of this host.
+/// What they could do to other processes of this host, and whose files they see.
 fn keepers() -> Check {
     const NAME: &str = "keepers";
+    if let Err(why) = view::probe() {
+        let message = format!("a keeper sees the files of all VMs: {why}");
+        return Check::note(
+            NAME,
+            message,
+            "that takes CAP_SYS_ADMIN, and a host that allows mounts",
+        );
+    }
     match seclusion::probe() {
         Err(error) => Check::fail(NAME, error.message, "until then no VM starts in one"),
         Ok(seclusion) => match seclusion.remedy() {
@@ -202,8 +210,8 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
     use understudy_protocol::literal;
 
-    /// Whoever accepted connections was taken for the peer, and a peer that was not up yet for a
-    /// failure. A peer that answers is in the end-to-end test of `doctor`.
+    /// A stranger that accepted connections was once taken for the peer, and a peer that was not up
+    /// yet for a failure. A peer that answers is in the end-to-end test of `doctor`.
     #[test]
     fn a_stranger_is_told_from_a_peer_that_is_not_there_yet() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();

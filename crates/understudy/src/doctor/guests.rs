@@ -1,4 +1,4 @@
-//! What some guests need beside QEMU: swtpm, and a UEFI firmware.
+//! The needs of some guests beside QEMU: swtpm, and a UEFI firmware.
 
 use super::Check;
 use std::path::{Path, PathBuf};
@@ -6,11 +6,11 @@ use understudy_qemu::VmDefinition;
 
 const SWTPM: &str = "swtpm";
 const INSTALL_SWTPM: &str = "install the package swtpm";
-/// Where Debian's and Ubuntu's package ovmf has the code.
+/// Path at which Debian's and Ubuntu's package ovmf has the code.
 const OVMF: &str = "/usr/share/OVMF/OVMF_CODE_4M.fd";
 const INSTALL_OVMF: &str = "install the package ovmf";
 
-/// Of a host with these VMs.
+/// The checks of a host with these VMs.
 pub fn checks(vms: &[VmDefinition]) -> Vec<Check> {
     let program =
         std::env::var_os("PATH").and_then(|path| find(SWTPM, std::env::split_paths(&path)));

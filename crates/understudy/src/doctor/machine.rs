@@ -8,10 +8,10 @@ use understudy_daemon::probe::{self, Controller};
 use understudy_memory::agent::DEVICE;
 use understudy_qemu::{Kvm, Obstacle};
 
-/// Less than this is too little for any VM and its backup.
+/// The memory below which there is too little for any VM and its backup.
 const LEAST_MEMORY: u64 = 512 * 1024 * 1024;
 
-/// What the daemon needs beyond an ordinary user's rights, and bits of
+/// Capabilities that the daemon needs beyond an ordinary user's rights, and their bits of
 /// `<linux/capability.h>`.
 const CAPABILITIES: [(&str, u32); 2] = [("CAP_NET_ADMIN", 12), ("CAP_SYS_PTRACE", 19)];
 
@@ -98,7 +98,7 @@ fn rights() -> Check {
     }
 }
 
-/// Which capabilities the text of a `/proc/PID/status` lacks.
+/// The capabilities that the text of a `/proc/PID/status` lacks.
 fn missing_capabilities(status: &str) -> Option<Vec<&'static str>> {
     let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;
     let effective = u64::from_str_radix(line.trim(), 16).ok()?;
@@ -172,7 +172,7 @@ fn memory() -> Check {
     Check::ok(NAME, detail)
 }
 
-/// What each QEMU is held to, by the kernel's controller for it.
+/// Checks the kernel's controller for what each QEMU is held to.
 fn control_groups(controller: Controller, without: &str, tried: anyhow::Result<PathBuf>) -> Check {
     let name = format!("{controller} controller");
     match tried {

@@ -35,13 +35,13 @@ use understudy_daemon::config::Access;
 use understudy_protocol::HostName;
 use understudy_report::{ErrorKind, HostError};
 
-/// After an error of the system's.
+/// Pause after an error of the system's.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// What a connection says of who calls.
+/// The caller, as a connection tells.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Caller {
-    /// Nothing: it must be a token.
+    /// No name: a token must give it.
     Nameless,
     /// A certificate that the configuration names.
     Known(HostName, Access),
@@ -49,16 +49,16 @@ pub enum Caller {
     Unknown(String),
 }
 
-/// Who calls, found out for each request: a certificate may have been revoked, or have expired, since
-/// the connection began.
+/// The question of who calls, answered for each request: a certificate may have been revoked, or
+/// have expired, since the connection began.
 pub type Asked = Arc<dyn Fn() -> Caller + Send + Sync>;
 
 /// A connection over the network, as its requests know it.
 #[derive(Clone)]
 pub struct Connected {
-    /// Where it comes from.
+    /// Address that it comes from.
     pub address: IpAddr,
-    /// What it says of who calls.
+    /// Question of who calls.
     pub caller: Asked,
     /// Requests of it that are being answered.
     pub requests: Requests,
@@ -70,7 +70,7 @@ impl fmt::Debug for Connected {
     }
 }
 
-/// What is spoken on a connection that was greeted.
+/// The stream that is spoken on a connection that was greeted.
 pub trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<S: AsyncRead + AsyncWrite + Send + Unpin> Stream for S {}
@@ -83,7 +83,7 @@ pub type Greeted = (Box<dyn Stream>, Asked);
 pub struct Door {
     /// The connections that there may be, at all addresses that have the same.
     pub seats: Seats,
-    /// How long they may be without a request.
+    /// Time for which they may be without a request.
     pub patience: Patience,
 }
 
@@ -127,7 +127,7 @@ impl Door {
         }
     }
 
-    /// Each is greeted apart.
+    /// Admits a caller, each of whom is greeted apart.
     async fn admit(
         self,
         greeting: impl Future<Output = Option<Greeted>> + Send,
@@ -242,7 +242,7 @@ mod tests {
     use std::sync::mpsc;
     use std::thread;
 
-    /// More than anything here takes.
+    /// A time longer than anything here takes.
     const LIMIT: Duration = Duration::from_secs(60);
     const SHORT: Duration = Duration::from_millis(200);
 

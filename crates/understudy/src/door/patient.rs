@@ -9,13 +9,13 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep, sleep};
 
-/// How long a connection may be without a request.
+/// The time for which a connection may be without a request.
 #[derive(Clone, Copy, Debug)]
 pub struct Patience {
-    /// From its beginning, or the last answer, until the next request's head is whole; and for the other end to take more of
-    /// an answer.
+    /// Time from its beginning, or the last answer, until the next request's head is whole; and for
+    /// the other end to take more of an answer.
     pub idle: Duration,
-    /// From the first byte of that head.
+    /// Time from the first byte of that head.
     pub head: Duration,
 }
 
@@ -30,14 +30,14 @@ impl Default for Patience {
 pub struct Patient<S> {
     stream: S,
     patience: Patience,
-    /// When it fails, unless a request is being answered then.
+    /// Alarm at which it fails, unless a request is being answered then.
     alarm: Pin<Box<Sleep>>,
-    /// When it fails if the other end takes nothing until then; none while it does.
+    /// Alarm at which it fails if the other end takes nothing until then; none while it does.
     stuck: Option<Pin<Box<Sleep>>>,
     /// Whether some of the next request has come.
     has_begun: bool,
     requests: Requests,
-    /// How many requests had been answered when the alarm was set.
+    /// Number of requests that had been answered when the alarm was set.
     answered: usize,
 }
 
@@ -47,9 +47,9 @@ pub struct Requests(Arc<Counts>);
 
 #[derive(Debug, Default)]
 struct Counts {
-    /// Those that are being answered.
+    /// Number of those that are being answered.
     going: AtomicUsize,
-    /// Those that were.
+    /// Number of those that were.
     answered: AtomicUsize,
 }
 
@@ -57,7 +57,7 @@ struct Counts {
 pub struct Answering(Requests);
 
 impl Requests {
-    /// One is being answered from now on.
+    /// Begins to count one that is being answered from now on.
     pub fn begin(&self) -> Answering {
         self.0.going.fetch_add(1, Ordering::AcqRel);
         Answering(self.clone())
@@ -87,7 +87,7 @@ impl<S> Patient<S> {
         Patient { stream, patience, alarm, stuck: None, has_begun: false, requests, answered: 0 }
     }
 
-    /// After an answer all begins anew.
+    /// Notices an answer, after which all begins anew.
     fn notice_answers(&mut self) {
         let answered = self.requests.answered();
         if self.answered != answered {
@@ -96,7 +96,7 @@ impl<S> Patient<S> {
         }
     }
 
-    /// Some of a request has come.
+    /// Notices that some of a request has come.
     fn notice_beginning(&mut self) {
         if self.has_begun || self.requests.are_going() {
             return;
@@ -110,7 +110,7 @@ impl<S> Patient<S> {
         self.alarm.as_mut().reset(Instant::now() + time);
     }
 
-    /// What to say where the other end makes nothing go on.
+    /// Waits where the other end makes nothing go on, and fails in time.
     fn wait<T>(&mut self, context: &mut Context<'_>) -> Poll<io::Result<T>> {
         loop {
             self.notice_answers();
@@ -123,7 +123,7 @@ impl<S> Patient<S> {
         }
     }
 
-    /// What came of writing, unless the other end takes nothing for too long.
+    /// The result of writing, unless the other end takes nothing for too long.
     fn sent<T>(
         &mut self,
         context: &mut Context<'_>,

@@ -1,4 +1,4 @@
-//! How many connections there may be, and there are.
+//! The connections that there may be, and those that there are.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -7,7 +7,7 @@ use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 
 /// Connections at a time, so that strangers leave descriptors for the hosts.
 const MOST_CONNECTIONS: usize = 128;
-/// Those of one address among them, so that no other goes without: a browser has six.
+/// Connections of one address among them, so that no other goes without: a browser has six.
 const MOST_OF_ONE: usize = 32;
 
 /// The connections that there may be.
@@ -32,12 +32,12 @@ impl Default for Seats {
 }
 
 impl Seats {
-    /// So many, and so many of one address.
+    /// Makes so many seats, and so many for one address.
     pub(super) fn new(most: usize, most_of_one: usize) -> Seats {
         Seats { free: Arc::new(Semaphore::new(most)), most_of_one, taken: Arc::default() }
     }
 
-    /// One that is free, waited for.
+    /// Waits for one that is free.
     pub(super) async fn one(&self) -> Result<OwnedSemaphorePermit, AcquireError> {
         self.free.clone().acquire_owned().await
     }

@@ -1,4 +1,4 @@
-//! What keepers have counted, on their daemon's page: each counts of its own VM what a daemon counts of
+//! The counts of keepers, on their daemon's page: each counts of its own VM what a daemon counts of
 //! all, and says it on a page like this one.
 
 use std::collections::BTreeMap;
@@ -12,8 +12,8 @@ pub struct KeptPage {
     pub text: String,
 }
 
-/// What was counted here and by keepers, of each family that `all` has. Of a VM that has a keeper what the
-/// daemon has counted before does not count.
+/// Merges what was counted here and by keepers, of each family that `all` has. Of a VM that has a
+/// keeper what the daemon has counted before does not count.
 pub fn merge(all: &str, own: &str, kept: &[KeptPage]) -> String {
     let own = Index::of(own);
     let kept: Vec<(&VmName, Index<'_>)> =
@@ -34,7 +34,7 @@ pub fn merge(all: &str, own: &str, kept: &[KeptPage]) -> String {
     merged
 }
 
-/// What a page has, by family.
+/// The lines of a page, by family.
 struct Index<'a>(BTreeMap<&'a str, Vec<&'a str>>);
 
 impl<'a> Index<'a> {
@@ -58,7 +58,7 @@ fn is_of(line: &str, vm: &VmName) -> bool {
     line.contains(&format!("vm=\"{vm}\""))
 }
 
-/// What a page has, each with its lines; the first of these says what it is.
+/// The families of a page, each with its lines; the first of these says what it is.
 fn families(page: &str) -> impl Iterator<Item = (&str, Vec<&str>)> {
     const HELP: &str = "# HELP ";
     let mut lines = page.lines().peekable();

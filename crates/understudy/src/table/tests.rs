@@ -1,4 +1,4 @@
-//! What the texts say.
+//! Tests of what the texts say.
 
 use super::*;
 use understudy_encoding::{Counters, EncodingPlan, Methods};
@@ -146,7 +146,7 @@ fn a_member_shows_its_group() {
     assert!(vms(&[member]).contains("protected with b in group shop"));
 }
 
-/// It was no trouble to anybody that it ran without a backup meanwhile.
+/// A VM that ran without a backup meanwhile was once no trouble to anybody.
 #[test]
 fn a_vm_that_is_copied_anew_is_degraded() {
     let syncing = Protection::Syncing {

@@ -11,7 +11,7 @@ use understudy_report::{HostStatus, Protection, Role, TakeoverReport, VmStatus};
 /// The bar of a synchronisation, in characters.
 const BAR: usize = 30;
 
-/// Everything about a host and what happened there, newest first; cut to so many rows and columns.
+/// All about a host and what happened there, newest first; cut to so many rows and columns.
 pub fn page(
     status: &HostStatus,
     events: &[Event],
@@ -70,7 +70,7 @@ fn of_vm(vm: &VmStatus, now_ms: u64) -> Vec<String> {
     lines
 }
 
-/// What a VM is now: in two words and a sentence.
+/// The standing of a VM now: in two words and a sentence.
 fn standing(vm: &VmStatus) -> (Style, &'static str, String) {
     let (good, busy, watch, bad) =
         (Style::new().green(), Style::new().cyan(), Style::new().yellow(), Style::new().red());
@@ -160,7 +160,7 @@ fn of_event(event: &Event) -> String {
     format!("{}  {about:<16} {}", clock(event.at_ms), style.apply_to(&event.text))
 }
 
-/// How long ago, roughly.
+/// The time since then, roughly.
 fn ago(ms: u64) -> String {
     match ms / 1000 {
         seconds @ 0..120 => format!("{seconds} s"),

@@ -185,7 +185,7 @@ fn the_command_line_works_from_another_machine() {
     });
 }
 
-/// Neither somebody who only connects nor somebody who guesses keeps others from the API.
+/// A caller who only connects keeps nobody from the API, nor does one who guesses.
 #[test]
 fn who_holds_connections_or_guesses_tokens_stands_in_nobodys_way() {
     let directory = tempfile::tempdir().expect("a directory");
@@ -286,7 +286,7 @@ fn an_api_that_nobody_could_use_safely_is_not_served() -> Result<()> {
     Ok(())
 }
 
-/// Who asks.
+/// The one who asks.
 pub enum Caller<'a> {
     Nobody,
     Token(&'a str),

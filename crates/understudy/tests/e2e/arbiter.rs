@@ -12,7 +12,7 @@ use std::time::Instant;
 use understudy_lab::scene::VM;
 use understudy_lab::{ArbiterKind, HostOptions, Scene, wait_for};
 
-/// What lies in the place of the arbiter's directory on this host: nothing.
+/// Leaves nothing in the place of the arbiter's directory on this host.
 fn unmount(scene: &Scene, host: &str) -> Result<()> {
     scene.host(host)?.hide(&scene.lab().arbiter_directory())
 }
@@ -48,7 +48,8 @@ pub fn await_fit(scene: &Scene, host: &str) -> Result<()> {
     })
 }
 
-/// Before: `protect` said that b stands by, and `status` was 0; b could never have taken over.
+/// The command `protect` once said that b stands by, and `status` was 0; b could never have taken
+/// over.
 #[test]
 fn another_arbiter_is_refused() -> Result<()> {
     let directory = tempfile::tempdir()?;
@@ -71,7 +72,7 @@ fn another_arbiter_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// Before: `status` said "protected" with 0 for ever.
+/// The command `status` once said "protected" with 0 for ever.
 #[test]
 fn a_backup_that_loses_the_arbiter_protects_nothing_until_it_is_back() {
     play_protected(options().calm(), |scene, client| {
@@ -98,7 +99,7 @@ fn a_backup_that_loses_the_arbiter_protects_nothing_until_it_is_back() {
     });
 }
 
-/// It was refused at once.
+/// A hand-over was once refused at once.
 #[test]
 fn a_hand_over_waits_for_the_end_of_a_lapse() {
     play(quick(), |scene| {
@@ -118,7 +119,7 @@ fn a_hand_over_waits_for_the_end_of_a_lapse() {
     });
 }
 
-/// Before: host b waited for the arbiter until its daemon was restarted, however long host a had
+/// Host b once waited for the arbiter until its daemon was restarted, however long host a had
 /// gone on alone, and refused to be its backup again meanwhile.
 #[test]
 fn a_cut_that_heals_leaves_nobody_waiting() {

@@ -36,7 +36,7 @@ fn status(scene: &Scene, host: &str) -> Result<Value> {
     Ok(serde_json::from_str(&scene.host(host)?.call(["status", "--json"])?)?)
 }
 
-/// What the guest waits for before it comes up on a host; none if nobody waits for it there.
+/// The reason why the guest waits before it comes up on a host; none if nobody waits for it there.
 pub(crate) fn awaited(scene: &Scene, host: &str) -> Result<Option<String>> {
     let status = status(scene, host)?;
     let awaited = status["awaited"].as_array().context("no list `awaited`")?;
@@ -180,7 +180,8 @@ fn how_a_vm_is_to_be_protected_is_not_forgotten_while_there_is_no_backup() {
     });
 }
 
-/// After a crash of its daemon a VM without a backup was gone without a word: it was in the log alone.
+/// A VM without a backup was once gone without a word after a crash of its daemon: it was in the
+/// log alone.
 #[test]
 fn a_vm_that_nothing_brings_up_again_is_told_until_somebody_decides() {
     play(hasty(), |scene| {

@@ -29,7 +29,7 @@ impl Device {
         Ok(Device { path: shown.trim().into(), file: file.to_owned() })
     }
 
-    /// From now on it is another one, of so many bytes. Nobody else can get its name meanwhile.
+    /// Makes it another one, of so many bytes, from now on. Nobody else can get its name meanwhile.
     fn become_small(&self, bytes: u64) -> Result<()> {
         File::create(&self.file)?.set_len(bytes)?;
         run("losetup", &["--set-capacity", self.path()]).map(drop)
@@ -55,7 +55,7 @@ struct Volume {
 }
 
 impl Volume {
-    /// With the content of `image`.
+    /// Makes a volume with the content of `image`.
     fn of(image: &Path, directory: &Path) -> Result<Volume> {
         let file = directory.join("physical-volume.img");
         File::create(&file)?.set_len(VOLUME_GROUP_BYTES)?;
@@ -72,7 +72,7 @@ impl Volume {
     }
 }
 
-/// Where nobody makes device nodes (`make test-kvm`), LVM makes its own.
+/// Runs a command of LVM, which makes its own device nodes where nobody does (`make test-kvm`).
 fn lvm(command: &[&str]) -> Result<String> {
     run("env", &[&["DM_DISABLE_UDEV=1"], command].concat())
 }
@@ -95,7 +95,7 @@ fn define(scene: &Scene) -> Result<Device> {
     define_on(scene, Device::on, Device::path)
 }
 
-/// On what `make` makes of its image.
+/// Defines the guest on what `make` makes of its image.
 fn define_on<D>(
     scene: &Scene,
     make: impl FnOnce(&Path) -> Result<D>,
@@ -113,7 +113,7 @@ fn on_device() -> SceneOptions {
     SceneOptions { booted: false, ..options().calm() }
 }
 
-/// How the last synchronisation from a host went, in words.
+/// The words about how the last synchronisation from a host went.
 fn copied(scene: &Scene, host: &str) -> Result<String> {
     let events = scene.host(host)?.call(["events"])?;
     let last = events.lines().rev().find(|line| line.contains("MiB of disks copied"));

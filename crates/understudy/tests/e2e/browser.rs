@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use understudy_lab::{Namespace, patience, wait_for};
 
-/// Before a picture.
+/// Time before a picture.
 const SETTLED: Duration = Duration::from_secs(9);
 /// The shell reads commands from descriptor 3 and answers on descriptor 4.
 const AS_PIPES: &str = "exec \"$0\" \"$@\" 3<&0 4>&1 >/dev/null 2>&1";
@@ -27,7 +27,7 @@ pub struct Browser {
     process: Child,
     commands: ChildStdin,
     answers: Receiver<Value>,
-    /// What the page said that nobody has asked for.
+    /// Messages of the page that nobody has asked for.
     told: VecDeque<Value>,
     session: Option<String>,
     next: u64,

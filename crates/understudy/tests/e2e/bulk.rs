@@ -12,7 +12,8 @@ use std::thread;
 use understudy_lab::scene::{ECHO_PORT, VM};
 use understudy_lab::{Scene, connect_patiently, in_namespace, wait_for};
 
-/// What is sent to the guest and comes back from it, in parts before and behind the kill.
+/// The bytes that are sent to the guest and comes back from it, in parts before and behind the
+/// kill.
 const BYTES: usize = 32 << 20;
 const BLOCK: usize = 1 << 20;
 /// The longest frame that is none of those which a fast path carries.
@@ -51,7 +52,7 @@ fn a_bulk_transfer_both_ways_survives_a_kill_on_long_segments() {
 
 /// Blocks of noise, each of which must come back as it was sent.
 struct Transfer {
-    /// What is sent in all, and a block more at the most.
+    /// Bytes that are sent in all, and a block more at the most.
     length: AtomicUsize,
     returned: AtomicUsize,
 }

@@ -61,7 +61,7 @@ fn found(scene: &Scene) -> Result<()> {
     NETWORKS.iter().try_for_each(|network| await_payments(scene, &network.banks()))
 }
 
-/// Both members, as if their power had been cut.
+/// Ends both members, as if their power had been cut.
 fn end(scene: &Scene) -> Result<()> {
     scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
     scene.host("b")?.call(["vm", "stop", OTHER, "--force"])?;

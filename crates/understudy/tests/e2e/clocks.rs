@@ -16,13 +16,14 @@ use understudy_qemu::TickRate;
 const PORT: u16 = 7060;
 /// Checkpoints a second.
 const HZ: u32 = 100;
-/// How far a clock may be off afterwards; on a slow machine questions take longer, too.
+/// Time by which a clock may be off afterwards; on a slow machine questions take longer, too.
 const MOST_OFF: Duration = Duration::from_millis(10);
 /// Times that a clock is asked for one comparison, at least.
 const QUESTIONS: usize = 100;
-/// It is asked until it is known so well: on a busy machine few questions are answered at once.
+/// The error within which a clock is to be known before it is asked no more: on a busy machine few
+/// questions are answered at once.
 const CLOSE: Duration = Duration::from_millis(2);
-/// Between two of them, so that they fall into different parts of an epoch.
+/// Time between two of them, so that they fall into different parts of an epoch.
 const BETWEEN: Duration = Duration::from_millis(3);
 /// Looks at the clocks that a watch is worth something after.
 const FEWEST_LOOKS: u64 = 20_000;
@@ -96,7 +97,7 @@ struct Shown {
     backwards: [u64; 2],
 }
 
-/// How far the guest's clocks are from this machine's.
+/// The distances of the guest's clocks from this machine's.
 #[derive(Clone, Copy)]
 struct Offsets {
     counter: Bounds,
@@ -197,7 +198,7 @@ impl Bounds {
         Bounds { least: self.least - before.most, most: self.most - before.least }
     }
 
-    /// Whatever it is within its bounds.
+    /// Whether it is within the limit, whatever it is within its bounds.
     fn is_within(self, limit: Duration) -> bool {
         let limit = limit.as_nanos() as i64;
         -limit <= self.least && self.most <= limit

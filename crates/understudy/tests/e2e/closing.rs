@@ -15,7 +15,8 @@ use understudy_lab::scene::VM;
 use understudy_lab::{Scene, SceneOptions, wait_for};
 use understudy_qemu::VmDefinition;
 
-/// What does not get to the other host before a test's patience has ended, and how fast it goes there.
+/// The bytes that do not get to the other host before a test's patience has ended, and how fast it
+/// goes there.
 const SLOW_BYTES: u64 = 256 << 20;
 const SLOW_MBITS: u32 = 4;
 
@@ -27,7 +28,7 @@ fn waiting(mut options: SceneOptions, seconds: u64) -> SceneOptions {
     options
 }
 
-/// What the record on a host says of its images.
+/// The role of a host's images, as its record says.
 fn role(scene: &Scene, host: &str) -> Result<String> {
     let record = scene.host(host)?.directory().join("state").join(VM).join("record.json");
     let record: Value = serde_json::from_slice(&fs::read(&record)?)?;
@@ -68,7 +69,7 @@ fn an_unprotected_guest_powers_off_with_its_daemon() {
     });
 }
 
-/// It was recorded as stopped in order.
+/// A guest whose power was cut was once recorded as stopped in order.
 #[test]
 fn a_guest_that_does_not_power_off_is_cut_and_said_to_be() {
     play(waiting(quick(), 1), |scene| {
@@ -110,7 +111,7 @@ fn signal_twice(scene: &mut Scene, waits: &str) -> Result<()> {
     Ok(())
 }
 
-/// Nor for protection that is about to be.
+/// A second signal does not wait for protection that is about to be, either.
 #[test]
 fn who_signals_twice_does_not_wait_for_protection() {
     play(waiting(quick(), 3600), |scene| {
@@ -227,7 +228,7 @@ fn a_vm_is_started_by_its_name_where_it_was_last() {
     });
 }
 
-/// What `vm show` prints, which is a definition.
+/// The definition that `vm show` prints.
 fn shown(scene: &Scene, host: &str) -> Result<VmDefinition> {
     let text = scene.host(host)?.call(["vm", "show", VM])?;
     let shown = VmDefinition::from_toml(&text, &PathBuf::from("/shown.toml"))?;

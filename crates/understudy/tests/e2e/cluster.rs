@@ -22,7 +22,7 @@ use understudy_lab::{
 pub const MEMBERS: usize = 3;
 pub const PORT: u16 = 7100;
 const SHELL_PORT: u16 = 7001;
-/// What each begins with.
+/// The balance that each begins with.
 const START: i64 = 1_000_000;
 /// Milliseconds between two payments of one to another: some are on their way at any moment, and
 /// three guests leave the processors time for other stories.
@@ -44,7 +44,7 @@ pub fn bank_options() -> SceneOptions {
     options
 }
 
-/// Of banks of which these are protected.
+/// The options of banks of which these are protected.
 pub fn options_with(protected: &[usize]) -> SceneOptions {
     if protected.is_empty() { bank_options() } else { bank_options().calm() }
 }
@@ -61,7 +61,7 @@ pub fn name(member: usize) -> String {
     format!("bank{member}")
 }
 
-/// What a bank says of itself.
+/// The report of a bank about itself.
 #[derive(Debug)]
 struct Report {
     balance: i64,
@@ -97,7 +97,7 @@ fn report(scene: &Scene, bank: SocketAddr) -> Result<Report> {
     Ok(Report { balance, pending, moves: moves.parse()? })
 }
 
-/// Each pays on the connections that it always had.
+/// Waits until each pays on the connections that it always had.
 pub fn await_payments(scene: &Scene, banks: &[SocketAddr]) -> Result<()> {
     let mut goals = Vec::new();
     for &bank in banks {
@@ -115,7 +115,7 @@ pub fn await_payments(scene: &Scene, banks: &[SocketAddr]) -> Result<()> {
     Ok(())
 }
 
-/// Nothing is on its way any more: the total must be what it was.
+/// Audits the banks when nothing is on its way any more: the total must be what it was.
 pub fn audit(scene: &Scene, banks: &[SocketAddr]) -> Result<()> {
     let all = |request| banks.iter().try_for_each(|&bank| ask(scene, bank, request).map(drop));
     all("pause")?;
@@ -139,7 +139,7 @@ pub struct Bank<'a> {
 }
 
 impl Bank<'_> {
-    /// Those of a scene in which they were founded, or will be.
+    /// The banks of a scene in which they were founded, or will be.
     pub fn of(scene: &Scene) -> Bank<'_> {
         Bank { scene, store: scene.lab().directory().join("store").display().to_string() }
     }
@@ -239,7 +239,7 @@ impl Bank<'_> {
         await_forgotten(self.scene, "b")
     }
 
-    /// To the other host.
+    /// Protects a member to the other host.
     pub fn protect(&self, member: usize) -> Result<()> {
         let (vm, from) = (name(member), home(member));
         let to = if from == "a" { "b" } else { "a" };

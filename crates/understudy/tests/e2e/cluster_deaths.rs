@@ -56,20 +56,20 @@ fn begin(scene: &Scene, host: &str, arguments: &[&str]) -> Result<Child> {
     scene.host(host)?.begin([arguments, &["--store", &store]].concat())
 }
 
-/// What it said when it failed.
+/// The words of a command that failed.
 fn failed(command: Child) -> Result<String> {
     Ok(refused(&command.wait_with_output()?, "a command about the cluster")?.1)
 }
 
 const SNAPSHOT: [&str; 5] = ["cluster", "snapshot", "bank", "--trace", "0"];
 
-/// As in a power failure: the others hear nothing, not even that connections end.
+/// Fails a host as in a power failure: the others hear nothing, not even that connections end.
 fn power_fails(scene: &mut Scene, host: &str) -> Result<()> {
     scene.lab().cut(host)?;
     scene.host_mut(host)?.kill_everything().map(drop)
 }
 
-/// It knows nothing of before, and runs nothing.
+/// Brings a host back, which knows nothing of before, and runs nothing.
 fn comes_back(scene: &mut Scene, host: &str, options: HostOptions) -> Result<()> {
     scene.lab().heal(host)?;
     scene.restart_with(host, options)?;
@@ -83,7 +83,7 @@ fn await_running(scene: &Scene, host: &str, vm: &str) -> Result<()> {
     })
 }
 
-/// There is one snapshot, the first.
+/// Proves that the first snapshot is the only one.
 fn prove_no_other(scene: &Scene, host: &str, first: u64) -> Result<()> {
     let listed = Bank::of(scene).json(host, &["cluster", "snapshots", "bank"])?;
     let only = listed.as_array().is_some_and(|all| all.len() == 1) && listed[0]["number"] == first;
@@ -91,7 +91,7 @@ fn prove_no_other(scene: &Scene, host: &str, first: u64) -> Result<()> {
     Ok(())
 }
 
-/// Restored, the cluster can be snapshotted at once, and restored from that.
+/// Proves that the restored cluster can be snapshotted at once, and restored from that.
 fn prove_next(scene: &Scene, first: u64) -> Result<()> {
     let bank = Bank::of(scene);
     bank.end()?;
@@ -193,8 +193,8 @@ fn a_snapshot_that_is_given_up_as_a_member_is_saved_leaves_nothing_there() {
     });
 }
 
-/// Of three members, host b's gets to its moment in a restore in this mode; with it dies its host.
-/// What runs on host a is stopped.
+/// Lets host b die as its member, one of three, gets to its moment in a restore in this mode. What
+/// runs on host a is stopped.
 fn dies_in_a_restore(scene: &mut Scene, moment: &Moment, mode: &str) -> Result<String> {
     let bank = Bank::found(scene)?;
     let which = format!("bank@{}", bank.snapshot("a")?);
@@ -212,7 +212,7 @@ fn dies_in_a_restore(scene: &mut Scene, moment: &Moment, mode: &str) -> Result<S
     Ok(which)
 }
 
-/// Others run already.
+/// The other members run already.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_members_host_dies_while_it_is_loaded() {
@@ -237,7 +237,7 @@ fn restored_images(scene: &Scene, host: &str, vm: &str) -> Result<BTreeSet<OsStr
     Ok(names.into_iter().filter(is_restored).collect())
 }
 
-/// Before, the first member that started removed the images on which it had run since an earlier
+/// The first member that started once removed the images on which it had run since an earlier
 /// restore, and nothing could be started on what was left. The same if the daemon dies then.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
@@ -293,7 +293,7 @@ fn prove_former(scene: &Scene, former: &BTreeSet<OsString>) -> Result<()> {
     await_forgotten(scene, "a")
 }
 
-/// It runs, and the coordinator has not heard so.
+/// The member runs, and the coordinator has not heard so.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_members_host_dies_when_it_has_started_it() {
@@ -386,7 +386,8 @@ fn refused_restore(scene: &Scene, host: &str, which: &str, more: &[&str]) -> Res
     Ok(refusal(scene.host(host)?, &arguments)?.1)
 }
 
-/// Nobody knows whether the other host runs something still, so that is for the operator to say.
+/// Proves that the operator has to say whether the other host runs something still, which nobody
+/// knows.
 fn prove_restored_by_force(scene: &Scene, host: &str, which: &str, why: &str) -> Result<()> {
     says(&refused_restore(scene, host, which, &[])?, &[why, "does not answer", "--force"])?;
     prove_restored(scene, host, which, &["--force"])

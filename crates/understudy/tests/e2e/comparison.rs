@@ -106,7 +106,7 @@ fn there_is_nothing_to_compare_without_lockstep() {
     });
 }
 
-/// In lockstep, and lost protection is restored.
+/// The options of a scene in lockstep in which lost protection is restored.
 fn repairing() -> SceneOptions {
     let mut options = lockstep();
     for daemon in options.daemons.values_mut() {

@@ -66,7 +66,7 @@ const CHURN: &str = "while :; do dd if=/dev/urandom of=/tmp/new bs=64k count=32;
                      cp /tmp/new /data/churn; sync; echo 3 > /proc/sys/vm/drop_caches; \
                      cat /data/still > /dev/null; cmp /tmp/new /data/churn >> /tmp/bad 2>&1; \
                      echo >> /tmp/rounds; done";
-/// Enough for the test to be about them.
+/// The number that is enough for the test to be about them.
 const REFERENCES: u64 = 500;
 
 /// Remus 5, introspection: what was read from a disk is read on the backup too.
@@ -133,7 +133,8 @@ fn a_backup_that_cannot_read_its_mirror_leaves_the_vm_to_its_primary() {
     });
 }
 
-/// As above, and the next session believed all of that mirror but what had changed since.
+/// A test as above, where the next session once believed all of that mirror but what had changed
+/// since.
 #[test]
 fn a_backup_whose_mirror_is_wrong_leaves_the_vm_to_its_primary() {
     play(options().calm(), |scene| {

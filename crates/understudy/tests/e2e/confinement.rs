@@ -1,4 +1,4 @@
-//! What a guest that broke out of its QEMU would find: nothing.
+//! Tests of what a guest that broke out of its QEMU would find: nothing.
 
 use crate::keepers::{kept, with_keepers};
 use crate::stage::{Calm, options, play, play_protected, prove_survival};
@@ -20,7 +20,7 @@ fn field(pid: u32, name: &str) -> Result<String> {
     Ok(line.with_context(|| format!("no {name} of process {pid}"))?.trim().to_owned())
 }
 
-/// Without root, capabilities and most system calls; returns its user.
+/// Checks that a process is without root, capabilities and most system calls; returns its user.
 fn check_process(pid: u32) -> Result<u32> {
     let uid: u32 = field(pid, "Uid:")?.split_whitespace().next().context("no user")?.parse()?;
     ensure!(uid != 0, "QEMU runs as root");
@@ -64,7 +64,7 @@ fn check_memory(pid: u32, uid: u32) -> Result<()> {
     Ok(())
 }
 
-/// What a user can read below a directory.
+/// The paths that a user can read below a directory.
 fn readable(directory: &Path, uid: u32) -> Result<String> {
     let mut find = Command::new("find");
     find.arg(directory).args(["-readable", "-print"]).current_dir("/").uid(uid).gid(uid);
@@ -98,7 +98,7 @@ fn capabilities(pid: u32, set: &str) -> Result<u64> {
     Ok(u64::from_str_radix(&field(pid, set)?, 16)?)
 }
 
-/// How many filters of system calls a thread has.
+/// The number of filters of system calls that a thread has.
 fn filters(thread: u32) -> Result<u32> {
     Ok(field(thread, "Seccomp_filters:")?.parse()?)
 }
@@ -140,6 +140,20 @@ fn a_keeper_has_few_of_roots_rights_and_its_qemu_none() {
     });
 }
 
+/// Something of a VM that a keeper is to try to read.
+fn has_another_vm(scene: &Scene, host: &str) -> Result<()> {
+    let state = scene.host(host)?.directory().join("state/another");
+    let record = scene.lab().arbiter_directory().join("another");
+    fs::create_dir(&state)?;
+    fs::create_dir_all(&record)?;
+    for file in ["keeper.json", "disk0.img"] {
+        fs::write(state.join(file), "")?;
+    }
+    fs::write(record.join("1"), r#"{"host":"a"}"#)?;
+    ensure!(scene.lab().directory().join("pki/ca.key").exists(), "there is no key to be read");
+    Ok(())
+}
+
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn what_a_keeper_tries_beyond_its_rights_is_refused() {
@@ -150,11 +164,16 @@ fn what_a_keeper_tries_beyond_its_rights_is_refused() {
         daemon.environment.push(("FAILPOINTS".to_owned(), point));
     }
     play(options, |scene| {
+        for host in ["a", "b"] {
+            has_another_vm(scene, host)?;
+        }
         scene.protected_guest("a", "b")?;
         let tries = fs::read_to_string(tried.path())?;
         for host in ["a", "b"] {
             let keeper = kept(&scene.status(host)?)?.keeper;
-            let outcome = format!("{keeper} Err(PermissionDenied) Err(EPERM)");
+            let files =
+                "[Err(PermissionDenied), Err(PermissionDenied), Err(NotFound), Err(NotFound)]";
+            let outcome = format!("{keeper} {files} Err(EPERM) Ok(\"HTTP/1.1 403 Forbidden\")");
             ensure!(tries.lines().any(|line| line == outcome), "no {outcome}:\n{tries}");
         }
         for host in ["a", "b"] {

@@ -1,4 +1,5 @@
-//! What the guest says on its console, held until it is committed; and what is typed there.
+//! Tests of what the guest says on its console, held until it is committed; and what is typed
+//! there.
 
 use crate::lockstep::{console_of, lockstep};
 use crate::stage::{
@@ -10,10 +11,10 @@ use std::time::Duration;
 use understudy_lab::scene::VM;
 use understudy_lab::{Console, RecordClient, Scene, SceneOptions, wait_for};
 
-/// What keeps the console busy: each line says one more than the one before.
+/// The command that keeps the console busy: each line says one more than the one before.
 const COUNT: &str = "n=0; while :; do n=$((n + 1)); echo count $n. > /dev/console; done";
 
-/// For a line of shell.
+/// Time for a line of shell.
 const LINE_LIMIT: Duration = Duration::from_secs(180);
 
 /// The guest of `options` on host a, protected to b with its console held.
@@ -33,7 +34,7 @@ fn log_of(scene: &Scene, host: &str) -> Result<String> {
     Ok(String::from_utf8_lossy(&console_of(scene, host)?).into_owned())
 }
 
-/// What a console's log has of the count, from its beginning on.
+/// The count in a console's log, from its beginning on.
 fn counted(log: &str) -> &str {
     log.find("count 1.").map_or("", |at| &log[at..])
 }
@@ -77,7 +78,7 @@ fn prove_count(scene: &Scene, let_out: &str) -> Result<()> {
     Ok(())
 }
 
-/// What is around a place.
+/// The text around a place.
 fn tail(text: &str, at: usize) -> &str {
     &text[at.saturating_sub(60)..text.len().min(at + 60)]
 }

@@ -16,12 +16,12 @@ const VMS_ON_EACH: usize = 4;
 const BACKUP_MEMORY: &str = "memory = \"2112M\"\n";
 /// Nine emulated guests share two processors.
 const PACE: Duration = Duration::from_millis(150);
-/// What a QEMU that stands by may hold for itself (27 measured), and the backup's daemon for all
-/// eight of them (23): not enough for one copy of a guest more.
+/// The memory that a QEMU that stands by may hold for itself (27 measured), and the backup's daemon
+/// for all eight of them (23): not enough for one copy of a guest more.
 const QEMU_MIB: u64 = 40;
 const DAEMON_MIB: u64 = 96;
 
-/// As [`daemon`], but nine guests that boot share two processors: a host may be silent for
+/// The same as [`daemon`], but nine guests that boot share two processors: a host may be silent for
 /// seconds, and so may a QEMU.
 const SETTINGS: &str =
     "[detection]\ntimeout_ms = 6000\nqemu_timeout_ms = 10000\n[repair]\nenabled = false\n";
@@ -172,8 +172,8 @@ fn refuse_one_more(scene: &Scene) -> Result<()> {
     Ok(())
 }
 
-/// What the backup's processes hold for themselves does not grow with the guests' memory, which
-/// is counted apart; no QEMU maps more of it than there is.
+/// Proves that what the backup's processes hold for themselves does not grow with the guests'
+/// memory, which is counted apart; no QEMU maps more of it than there is.
 fn prove_memory_is_bounded(scene: &Scene) -> Result<()> {
     let host = scene.host("c")?;
     let mib = |pid: u32, field: &str| -> Result<u64> {

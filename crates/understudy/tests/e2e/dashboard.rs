@@ -10,7 +10,7 @@ use understudy_lab::scene::VM;
 
 const DESKTOP: (u32, u32) = (1180, 1080);
 const PHONE: (u32, u32) = (390, 1500);
-/// What the drawing says in words of a host that this one has no connection to.
+/// The words of the drawing about a host that this one has no connection to.
 const UNHEARD: &str = "b is not connected to this host";
 
 #[test]
@@ -138,7 +138,7 @@ fn text(browser: &mut Browser) -> Result<String> {
     Ok(browser.value("document.body.innerText")?.as_str().unwrap_or_default().to_owned())
 }
 
-/// What a screen reader needs: landmarks, one first heading, names for all that can be used.
+/// Checks what a screen reader needs: landmarks, one first heading, names for all that can be used.
 fn check_for_readers(browser: &mut Browser) -> Result<()> {
     let nameless = browser.value(
         "[...document.querySelectorAll('button, input, select, progress, svg[role=img], section')]\

@@ -110,7 +110,7 @@ fn the_standby_qemu_alone_is_killed() {
     kill_the_standby_qemu(options().calm());
 }
 
-/// In either mode.
+/// Plays the death of the standby's QEMU in either mode.
 pub fn kill_the_standby_qemu(options: SceneOptions) {
     play_protected(options, |scene, client| {
         scene.host("b")?.kill_qemu(VM)?;

@@ -11,10 +11,10 @@ use toml::{Table, Value};
 use understudy_lab::scene::ECHO_PORT;
 use understudy_lab::{ChatterClient, GuestShell, Load, Scene, SceneOptions};
 
-/// What a guest is made of.
+/// The devices that a guest is made of.
 struct Devices {
     machine: &'static str,
-    /// As its firmware names itself.
+    /// Product as its firmware names itself.
     product: &'static str,
     card: &'static str,
     /// The driver of the disk's controller.

@@ -15,12 +15,12 @@ const READ: &str = "dd if=/dev/urandom of=/data/read bs=64k count=16; sync; n=0;
                     echo 3 > /proc/sys/vm/drop_caches; s=$(md5sum < /data/read); n=$((n + 1)); \
                     echo sum $n $s > /dev/console; done";
 
-/// Nothing can be read on the host.
+/// Lets no disk be read on the host.
 fn reads(directory: &Path, host: &str) -> Failing {
     Failing::of("read-disk", directory.join(format!("{host}-cannot-read")))
 }
 
-/// Nothing can be written there.
+/// Lets no disk be written there.
 fn writes(directory: &Path, host: &str) -> Failing {
     Failing::of("write-disk", directory.join(format!("{host}-cannot-write")))
 }

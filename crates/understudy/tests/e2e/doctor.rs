@@ -8,7 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use understudy_lab::Scene;
 
-/// What doctor says on host a of one thing, and whether all is well.
+/// The state and words of doctor on host a about one thing, and whether all is well.
 fn examine(scene: &Scene, config: &Path, name: &str) -> Result<(String, String, bool)> {
     let output = scene
         .host("a")?
@@ -61,8 +61,8 @@ fn elsewhere(scene: &Scene, config: &Path) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// It only looked whether the port was open: a peer with another authority was "ok", each look was
-/// a warning in the peer's log, and a peer that was not up yet was a failure.
+/// The check once looked only whether the port was open: a peer with another authority was "ok",
+/// each look was a warning in the peer's log, and a peer that was not up yet was a failure.
 #[test]
 fn peers_are_asked_as_a_daemon_would() {
     play(quick(), |scene| {

@@ -1,4 +1,5 @@
-//! What the hosts tell of a fail-over: by `understudy events`, as a stream, and to a receiver of the operator's.
+//! Tests of what the hosts tell of a fail-over: by `understudy events`, as a stream, and to a
+//! receiver of the operator's.
 
 use crate::refusals::quick;
 use crate::stage::{Calm, LIMIT, options, play, protection};
@@ -58,8 +59,8 @@ fn a_fail_over_is_told_event_by_event() {
     });
 }
 
-/// Before, it was said for a moment to run here with no protection asked for, and not to have been
-/// taken over.
+/// A VM that had just come was once said for a moment to run here with no protection asked for, and
+/// not to have been taken over.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_vm_that_is_live_says_at_once_how_it_came() {
@@ -77,7 +78,7 @@ fn a_vm_that_is_live_says_at_once_how_it_came() {
     });
 }
 
-/// What a command shows on a terminal on which these keys are pressed.
+/// The text that a command shows on a terminal on which these keys are pressed.
 fn on_a_terminal(scene: &Scene, host: &str, command: &str, keys: &str) -> Result<String> {
     let host = scene.host(host)?;
     let program = env!("CARGO_BIN_EXE_understudy");
@@ -94,7 +95,7 @@ fn on_a_terminal(scene: &Scene, host: &str, command: &str, keys: &str) -> Result
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// What a host's `understudy events --json` tells.
+/// The events that a host's `understudy events --json` tells.
 fn told(scene: &Scene, host: &str, arguments: &[&str]) -> Result<Vec<Value>> {
     let all = [&["events", "--json"], arguments].concat();
     let list: Value = serde_json::from_str(&scene.host(host)?.call(all)?)?;

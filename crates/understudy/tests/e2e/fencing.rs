@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use understudy_lab::scene::VM;
 use understudy_lab::{ArbiterKind, HostOptions, Scene, SceneOptions, wait_for};
 
-/// Many times what either side waits before it asks the arbiter again.
+/// A time many times longer than either side waits before it asks the arbiter again.
 const MANY_RETRIES: Duration = Duration::from_secs(2);
 
 fn with_arbiter(arbiter: ArbiterKind) -> SceneOptions {
@@ -141,7 +141,7 @@ fn etcd_on_the_backups_side() {
     arbiter_on_the_backups_side(ArbiterKind::Etcd);
 }
 
-/// Nobody can ask, and etcd is killed meanwhile: nobody acts. Once it is back,
+/// An etcd that nobody can ask is killed meanwhile: nobody acts. Once it is back,
 /// exactly one goes on.
 #[test]
 fn etcd_out_of_everybodys_reach() {

@@ -4,7 +4,8 @@
 
 use crate::planned::reboot;
 use crate::stage::{
-    Calm, LIMIT, PACE, await_service, close, daemon_passing, options, play, protection, prove_disk,
+    Calm, LIMIT, PACE, await_service, close, daemon_passing, options, play, protect_when_taken,
+    protection, prove_disk,
 };
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
@@ -16,11 +17,11 @@ use std::path::PathBuf;
 use toml::{Table, Value};
 use understudy_lab::{GuestShell, Scene, SceneOptions};
 
-/// Of Debian's package ovmf.
+/// Files of Debian's package ovmf.
 const CODE: &str = "/usr/share/OVMF/OVMF_CODE_4M.secboot.fd";
 const VARIABLES: &str = "/usr/share/OVMF/OVMF_VARS_4M.fd";
 
-/// What libvirt writes for such a guest, as far as it is no field of a definition.
+/// Arguments that libvirt writes for such a guest, as far as they are no fields of a definition.
 const ARGUMENTS: [&str; 16] = [
     "-device",
     "pcie-root-port,id=pci.1,bus=pcie.0,addr=0x2.0x0,multifunction=on,chassis=1,port=0x10",
@@ -113,7 +114,7 @@ fn prove_devices(shell: &mut GuestShell, medium: &[u8]) -> Result<()> {
     says("cat /sys/class/virtio-ports/*/name", "org.qemu.guest_agent.0")
 }
 
-/// As busybox has it.
+/// The checksum as busybox has it.
 pub fn crc(bytes: &[u8]) -> u32 {
     bytes.iter().fold(!0u32, |crc, &byte| {
         (0..8).fold(crc ^ u32::from(byte), |crc, _| {
@@ -192,9 +193,16 @@ fn register(shell: &mut GuestShell) -> Result<String> {
     Ok(held)
 }
 
+/// QEMU tells nobody of a failed write to its flash memory: the guest went on, and what it had written of its
+/// firmware's variables was on no disk.
 #[test]
-fn a_guest_with_uefi_scsi_and_all_that_virt_install_adds_survives() {
-    let shape = SceneOptions { booted: false, ..options().calm() };
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_guest_with_uefi_scsi_and_all_that_virt_install_adds_survives_a_failed_flash_and_a_death() {
+    let directory = tempfile::tempdir().expect("a directory for the test");
+    let fails = directory.path().join("fails");
+    let point = format!("write-one-disk=return({})", fails.display());
+    let mut shape = SceneOptions { booted: false, ..options().calm() };
+    shape.daemons.insert("a".to_owned(), daemon_passing(point));
     play(shape, |scene| {
         let medium = define(scene)?;
         scene.protected_guest("a", "b")?;
@@ -206,54 +214,38 @@ fn a_guest_with_uefi_scsi_and_all_that_virt_install_adds_survives() {
         prove_reached(scene, "a", &mut shell)?;
         write_variable(&mut shell, "before")?;
         let measured = extend_register(&mut shell)?;
-        scene.host_mut("a")?.kill_everything()?;
-        scene.await_live("b")?;
-        read_variable(&mut shell, "before")?;
-        ensure!(register(&mut shell)? == measured, "the TPM's register is another one");
-        extend_register(&mut shell)?;
-        write_variable(&mut shell, "after")?;
-        prove_devices(&mut shell, &medium)?;
-        prove_reached(scene, "b", &mut shell)?;
-        await_service(&client)?;
-        let acked = close(client)?;
-        // The firmware itself reads them from the disk.
-        reboot(scene, "b")?;
-        let mut shell = scene.shell()?;
-        shell.run(&format!("mount -t efivarfs efivarfs {EFIVARS}"))?;
-        read_variable(&mut shell, "before")?;
-        read_variable(&mut shell, "after")?;
-        prove_disk(scene, "b", acked)
-    });
-}
 
-/// QEMU tells nobody of a failed write to its flash memory: the guest went on, and what it had written of its
-/// firmware's variables was on no disk.
-#[test]
-#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
-fn a_guest_whose_variables_cannot_be_written_is_handed_over() {
-    let directory = tempfile::tempdir().expect("a directory for the test");
-    let fails = directory.path().join("fails");
-    let point = format!("write-one-disk=return({})", fails.display());
-    let mut shape = SceneOptions { booted: false, ..options().calm() };
-    shape.daemons.insert("a".to_owned(), daemon_passing(point));
-    play(shape, |scene| {
-        define(scene)?;
-        scene.protected_guest("a", "b")?;
-        let mut shell = scene.shell()?;
-        shell.run(&format!("mount -t efivarfs efivarfs {EFIVARS}"))?;
-        write_variable(&mut shell, "before")?;
         // The second one is its flash memory.
         fs::write(&fails, "1")?;
-        write_variable(&mut shell, "after")?;
+        write_variable(&mut shell, "failed")?;
         scene.await_live("b")?;
         let fenced = scene.await_fenced("a")?;
         ensure!(protection(&fenced).1.contains("disk1"), "{fenced}");
-        read_variable(&mut shell, "after")?;
-        reboot(scene, "b")?;
+        for name in ["before", "failed"] {
+            read_variable(&mut shell, name)?;
+        }
+        ensure!(register(&mut shell)? == measured, "the TPM's register is another one");
+
+        fs::remove_file(&fails)?;
+        protect_when_taken(scene, "b", "a")?;
+        let measured = extend_register(&mut shell)?;
+        scene.host_mut("b")?.kill_everything()?;
+        scene.await_live("a")?;
+        ensure!(register(&mut shell)? == measured, "the TPM's register is another one");
+        write_variable(&mut shell, "after")?;
+        prove_devices(&mut shell, &medium)?;
+        prove_reached(scene, "a", &mut shell)?;
+        await_service(&client)?;
+        let acked = close(client)?;
+
+        // The firmware itself reads them from the disk.
+        reboot(scene, "a")?;
         let mut shell = scene.shell()?;
         shell.run(&format!("mount -t efivarfs efivarfs {EFIVARS}"))?;
-        read_variable(&mut shell, "before")?;
-        read_variable(&mut shell, "after")
+        for name in ["before", "failed", "after"] {
+            read_variable(&mut shell, name)?;
+        }
+        prove_disk(scene, "a", acked)
     });
 }
 

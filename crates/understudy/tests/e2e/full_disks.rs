@@ -15,7 +15,7 @@ use understudy_qemu::VmDefinition;
 
 /// The guest's image is sparse, and has far more to come than fits.
 const MIB: u64 = 64;
-/// What `status` says of it.
+/// The words of `status` about it.
 const NO_SPACE: &str = "No space left on device";
 
 /// Puts the image of the guest, which was not started yet, on a small file system of its own.

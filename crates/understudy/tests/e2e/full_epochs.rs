@@ -8,13 +8,13 @@ use understudy_lab::{Scene, SceneOptions};
 use understudy_protocol::Policy;
 use understudy_replication::primary::EPOCH_DISK_BYTES;
 
-/// Without output nothing else ends an epoch sooner.
+/// The policy of a guest without output, whose epochs nothing else ends sooner.
 const LONG_EPOCHS: Policy = Policy::Adaptive { max_epoch_ms: 10_000, pause_budget_percent: 10 };
-/// What the guest writes, in all.
+/// The bytes that the guest writes, in all.
 const WRITTEN: u64 = 256 << 20;
 const WRITE: &str =
     "for i in 1 2 3 4; do dd if=/dev/zero of=/data/much bs=1M count=64 conv=notrunc,fsync; done";
-/// What it may write until it stands still, and pages of its memory.
+/// The bytes that it may write until it stands still, and pages of its memory.
 const PAUSE: u64 = 48 << 20;
 
 /// The epoch that runs, and what was sent until now.

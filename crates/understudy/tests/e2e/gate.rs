@@ -1,4 +1,4 @@
-//! Other hosts' connections before, and just after, it is known whose they are: a flood of them,
+//! Connections of other hosts before, and just after, it is known whose they are: a flood of them,
 //! slow ones, and ones of hosts that this one does not know.
 
 use crate::peer::{MadeUpPeer, message, read, refusal_of};
@@ -21,7 +21,7 @@ use understudy_protocol::wire::Kind;
 
 /// Connections that say nothing, all open at once as far as the daemon lets them.
 const IDLE: usize = 5_000;
-/// Of these, how many may be open: the places of known hosts and of strangers, and a few.
+/// The number of these that may be open: the places of known hosts and of strangers, and a few.
 const MOST_OPEN: usize = 340;
 
 fn entries(scene: &Scene, host: &str, of: &str) -> Result<usize> {
@@ -29,7 +29,7 @@ fn entries(scene: &Scene, host: &str, of: &str) -> Result<usize> {
     Ok(fs::read_dir(&path).with_context(|| path.clone())?.count())
 }
 
-/// Where connections come from, and where they go.
+/// The route of connections: where they come from, and where they go.
 struct Route(Namespace, SocketAddr);
 
 impl Route {
@@ -75,7 +75,7 @@ impl Route {
     }
 }
 
-/// Before, each of these connections had a thread and a descriptor of the backup's for as long as
+/// Each of these connections once had a thread and a descriptor of the backup's for as long as
 /// it liked: at the usual limit of 1024 the backup had none left for the arbiter or its QEMU.
 #[test]
 fn a_flood_of_connections_keeps_no_backup_from_taking_over() {
@@ -144,7 +144,7 @@ fn hello(offer: &Value) -> Result<Vec<u8>> {
     Ok(message(Kind::Hello, &serde_json::to_vec(offer)?))
 }
 
-/// Before, `vm start` waited for as long as the primary took to send its kernel.
+/// The command `vm start` once waited for as long as the primary took to send its kernel.
 #[test]
 fn a_vm_starts_while_a_primary_sends_its_kernel_byte_by_byte() {
     play(with_peers(), |scene| {
@@ -167,7 +167,7 @@ fn a_vm_starts_while_a_primary_sends_its_kernel_byte_by_byte() {
     });
 }
 
-/// Before, whoever had a certificate of the authority was answered.
+/// A host with a certificate of the authority was once answered, whoever it was.
 #[test]
 fn hosts_that_are_not_known_or_do_not_own_the_vm_are_refused() {
     let mut options = with_peers();

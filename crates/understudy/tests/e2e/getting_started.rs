@@ -263,7 +263,7 @@ fn under_systemd_a_vm_with_keepers_outlives_restarts_kills_and_upgrades_of_the_s
     Ok(())
 }
 
-/// What an orderly shutdown of host-a does before its daemon, its network and its storage go.
+/// Does what an orderly shutdown of host-a does before its daemon, its network and its storage go.
 fn end_in_order(site: &Site, keeper: u64, client: RecordClient) -> Result<()> {
     let unit = "understudy-keepers.service";
     let order = site.a.call(&format!("systemctl show {unit} -P After"))?;
@@ -284,7 +284,7 @@ fn end_in_order(site: &Site, keeper: u64, client: RecordClient) -> Result<()> {
     close(client).map(drop)
 }
 
-/// What the service finds of its host, with the first process of it in view.
+/// Checks what the service finds of its host, with the first process of it in view.
 fn check_confinement(host: &Installed) -> Result<()> {
     let pid = host.call("systemctl show understudy -P MainPID")?;
     let inside = |what: &str| {
@@ -311,6 +311,14 @@ fn check_unit(site: &Site) -> Result<()> {
         ensure!(shown.contains("NRestarts=0"), "{shown}");
         Ok(shown.contains("that run here: ").then_some(()))
     })?;
+    // However often it fails, it is started again: its VMs wait for it.
+    let limit = site.a.call("systemctl show understudy -P StartLimitIntervalUSec")?;
+    ensure!(limit.trim() == "0", "{limit}");
+    // needrestart would restart it behind an upgrade of a library.
+    let snippet = "/etc/needrestart/conf.d/understudy.conf";
+    site.a.call(&format!("grep -qF 'override_rc}}{{qr(^understudy)}} = 0;' {snippet}"))?;
+    let kept = site.a.call("dpkg-query -W -f '${Conffiles}' understudy")?;
+    ensure!(kept.contains(snippet), "{kept}");
     let delegated = site.a.call("systemctl show understudy -p Delegate -p DelegateControllers")?;
     ensure!(delegated == "Delegate=yes\nDelegateControllers=cpu memory pids\n", "{delegated}");
     let protected = |line: &Value| {

@@ -312,7 +312,7 @@ fn a_member_powers_off() {
     });
 }
 
-/// What cannot be a group is refused, with words, and nothing is changed.
+/// Checks that what cannot be a group is refused, with words, and nothing is changed.
 fn refuse(scene: &Scene) -> Result<()> {
     let host = scene.host("a")?;
     let cases = [

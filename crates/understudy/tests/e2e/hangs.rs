@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use understudy_lab::scene::VM;
 use understudy_lab::{Part, Scene, SceneOptions, wait_for};
 
-/// Well within a bound of ten seconds, and far over the default of one.
+/// A time well within a bound of ten seconds, and far over the default of one.
 const SHORT: Duration = Duration::from_secs(3);
 
 fn is_gone(pid: u32) -> Result<()> {
@@ -48,8 +48,8 @@ fn hang(scene: &mut Scene, primary: &str, backup: &str) -> Result<()> {
     Ok(())
 }
 
-/// Before: 20 s until the checkpoint's time-out, "protected" all the while, and the guest then went
-/// on alone where it hung.
+/// A hang once lasted 20 s until the checkpoint's time-out, "protected" all the while, and the
+/// guest then went on alone where it hung.
 #[test]
 fn a_guest_that_hangs_is_taken_over() {
     play_protected(strict(options().calm()), |scene, client| {

@@ -1,5 +1,6 @@
-//! Many small idle VMs, all protected from one host to the other: what each takes of threads, descriptors and
-//! connections does not grow from one to the next, and all of them live on when their host dies.
+//! Tests of many small idle VMs, all protected from one host to the other: what each takes of
+//! threads, descriptors and connections does not grow from one to the next, and all of them live on
+//! when their host dies.
 
 use crate::stage::{Calm, LIMIT, options, play, vms};
 use anyhow::{Context, Result, ensure};
@@ -61,11 +62,12 @@ const MANY: usize = 50;
 const MOST_THREADS: f64 = 11.0;
 const MOST_DESCRIPTORS: f64 = 40.0;
 const MOST_CONNECTIONS: f64 = 3.0;
-/// Of memory, in the primary's daemon: 35 MiB before buffers for a checkpoint were in proportion to the guest.
+/// The most memory in the primary's daemon: 35 MiB before buffers for a checkpoint were in
+/// proportion to the guest.
 const MOST_DAEMON_MIB: f64 = 24.0;
-/// What comes and goes: requests under way, connections of the survey.
+/// The descriptors that come and go: requests under way, connections of the survey.
 const PASSING: f64 = 24.0;
-/// What the figures are the mean of.
+/// The span that the figures are the mean of.
 const SPAN: Duration = Duration::from_secs(10);
 
 fn name(index: usize) -> String {
@@ -113,7 +115,7 @@ fn await_protected(scene: &Scene, number: usize) -> Result<()> {
     })
 }
 
-/// What a host has open and running, without its QEMUs.
+/// The things that a host has open and running, without its QEMUs.
 #[derive(Clone, Copy, Debug)]
 struct Held {
     threads: f64,
@@ -134,7 +136,7 @@ impl Held {
         Ok(Held { threads: entries("task")?, descriptors: entries("fd")?, connections })
     }
 
-    /// What each of so many VMs has added since.
+    /// The part that each of so many VMs has added since.
     fn each(&self, before: &Held, vms: usize) -> Held {
         let each = |now: f64, before: f64| (now - before) / vms as f64;
         Held {
@@ -151,7 +153,7 @@ impl Held {
     }
 }
 
-/// What a host's processes have used so far, and hold.
+/// The time that a host's processes have used so far, and the memory that they hold.
 struct Used {
     at: Instant,
     daemon: Duration,

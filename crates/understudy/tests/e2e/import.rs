@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use toml::Table;
 use understudy_lab::{GuestShell, Scene, SceneOptions};
 
-/// As `virsh dumpxml` printed it: UEFI with secure boot, a TPM, everything behind ports.
+/// A domain as `virsh dumpxml` printed it: UEFI with secure boot, a TPM, everything behind ports.
 const DOMAIN: &str = include_str!("../../../import/tests/domains/debian13_secure-boot-defined.xml");
 const VARIABLES: &str = "/usr/share/OVMF/OVMF_VARS_4M.fd";
 

@@ -1,4 +1,4 @@
-//! What clients have just said is not lost with the primary, nor what the guest has just
+//! Tests that what clients have just said is not lost with the primary, nor what the guest has just
 //! answered: the backup has a copy, as much of it as it needs and no more.
 
 use crate::deaths::await_empty;
@@ -15,7 +15,7 @@ use understudy_protocol::{FORWARDED_BYTES, Policy};
 
 /// A client that says no more in a test than its first word.
 const SILENCE: Duration = Duration::from_secs(3600);
-/// More at a time than is copied of an epoch.
+/// The number of uploads at a time, more than is copied of an epoch.
 const UPLOADS: usize = 16;
 const UPLOAD_BYTES: usize = 64 << 10;
 /// The discard service, which no guest offers.
@@ -168,7 +168,7 @@ fn ask(scene: &Scene) -> Result<UdpSocket> {
     Ok(socket)
 }
 
-/// What a host's status says of copied frames.
+/// The count of copied frames in a host's status.
 fn count(status: &Value, field: &str) -> Result<u64> {
     let count = status["inbound"][field].as_u64();
     count.with_context(|| format!("status has no inbound.{field}: {status}"))

@@ -68,7 +68,7 @@ pub fn begin(scene: &Scene) -> Result<RecordClient> {
     Ok(client)
 }
 
-/// It was said that nothing ran here.
+/// The command once said that nothing ran here.
 #[test]
 fn a_host_is_evacuated_of_what_keepers_run() {
     play(with_keepers(), |scene| {
@@ -269,7 +269,7 @@ fn a_vm_that_cannot_start_leaves_no_keeper() {
     });
 }
 
-/// What a keeper has said of itself.
+/// The note of a keeper about itself.
 fn note(scene: &Scene) -> Result<PathBuf> {
     let directory = scene.host("a")?.directory().join("state").join(VM);
     Ok(directory.join("keeper.json"))

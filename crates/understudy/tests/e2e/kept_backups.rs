@@ -262,7 +262,7 @@ fn a_host_without_keepers_protects_to_one_with_them_and_back() {
     });
 }
 
-/// What a peer says first, by hand.
+/// The first words of a peer, by hand.
 fn hello(purpose: Value, keeper_of: &str) -> Vec<u8> {
     let hello = json!({
         "wire_version": 17, "wire_highest": 18, "product_version": "0", "host": "a",

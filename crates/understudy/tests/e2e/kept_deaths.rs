@@ -15,9 +15,10 @@ use std::time::{Duration, Instant};
 use understudy_lab::scene::VM;
 use understudy_lab::{RecordClient, Scene, wait_for};
 
-/// What the guest writes beside its client's records: pages of its memory, and again after so many milliseconds.
+/// The command that writes beside its client's records: pages of its memory, and again after so
+/// many milliseconds.
 const LOAD: &str = "guest-tools dirty 2000 20";
-/// Between two looks of whoever notices that the machine stands still.
+/// Time between two looks of whoever notices that the machine stands still.
 const PULSE: Duration = Duration::from_millis(10);
 /// A machine that stood still for so long may have made an epoch late.
 const STANDSTILL: Duration = Duration::from_millis(300);
@@ -82,8 +83,8 @@ impl Machine {
         Machine { longest_micros, over, pulse: Some(pulse), shortage: shortage() }
     }
 
-    /// Since it was asked last: how long it stood still at most, and for how long in all somebody waited for a processor,
-    /// if the kernel counts that.
+    /// The longest standstill since it was asked last, and the time for which in all somebody
+    /// waited for a processor, if the kernel counts that.
     fn since(&mut self) -> (Duration, Option<Duration>) {
         let standstill = Duration::from_micros(self.longest_micros.swap(0, Ordering::Relaxed));
         let before = std::mem::replace(&mut self.shortage, shortage());
@@ -100,14 +101,15 @@ impl Drop for Machine {
     }
 }
 
-/// For how long somebody has waited for a processor since this machine began, as far as the kernel counts that.
+/// The time for which somebody has waited for a processor since this machine began, as far as the
+/// kernel counts that.
 fn shortage() -> Option<Duration> {
     let text = fs::read_to_string("/proc/pressure/cpu").ok()?;
     let (_, total) = text.lines().next()?.rsplit_once("total=")?;
     total.parse().ok().map(Duration::from_micros)
 }
 
-/// What came of the deaths so far.
+/// The tally of the deaths so far.
 struct Tally {
     machine: Machine,
     before: Gaps,

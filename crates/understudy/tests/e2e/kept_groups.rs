@@ -102,7 +102,7 @@ fn a_group_is_handed_to_and_fro_between_keepers() {
     });
 }
 
-/// Both guests on host a are lost with their hosts.
+/// Loses both guests on host a with their hosts.
 fn lose_both(scene: &mut Scene) -> Result<()> {
     let companion = Companion::new(scene)?;
     scene.start_guest("a")?;
@@ -119,7 +119,8 @@ fn lose_both_for_a_moment(scene: &mut Scene) -> Result<()> {
     scene.restart("b")
 }
 
-/// They are protected, and host a's daemon dies, and then all of host a.
+/// Proves that the group is kept: it is protected, and host a's daemon dies, and then all of host
+/// a.
 fn prove_kept(scene: &mut Scene) -> Result<()> {
     let (before, after) = (shared(scene, "a")?, shared(scene, "b")?);
     restart_daemon(scene, "a")?;
@@ -164,7 +165,8 @@ fn what_is_recovered_of_a_group_shares_a_keeper() {
     });
 }
 
-/// What cannot start leaves its group's keeper as it is, and what does not share one is no group.
+/// A member that cannot start leaves its group's keeper as it is, and VMs that do not share one are
+/// no group.
 #[test]
 fn what_is_wrong_with_a_groups_member_is_refused_and_the_others_do_not_notice() {
     play(with_group(with_keepers()), |scene| {
@@ -206,7 +208,7 @@ impl HeldOrder {
         Ok(HeldOrder { file, _directory: directory })
     }
 
-    /// Both hosts are there again, and what is ordered of a keeper that starts on host a is held back.
+    /// Restarts both hosts; what is ordered of a keeper that starts on host a is held back.
     fn restart(&self, scene: &mut Scene) -> Result<()> {
         scene.restart("b")?;
         let mut host = with_group(with_keepers()).daemons.remove("a").context("no host a")?;
@@ -224,7 +226,8 @@ impl HeldOrder {
     }
 }
 
-/// What a VM's keeper on host a has said of itself, if there is one or nobody has heard its last words.
+/// The note of a VM's keeper on host a about itself, if there is one or nobody has heard its last
+/// words.
 fn note(scene: &Scene, vm: &str) -> Result<String> {
     let file = scene.host("a")?.directory().join("state").join(vm).join("keeper.json");
     Ok(fs::read_to_string(file).unwrap_or_default())
@@ -264,7 +267,7 @@ fn the_first_order_of_a_groups_keeper_fails_and_who_came_meanwhile_goes_on() {
     });
 }
 
-/// Both are lost, and come up with host a, where the order about the first is held.
+/// Loses both, which come up with host a, where the order about the first is held.
 fn come_up_and_be_held(scene: &mut Scene, held: &HeldOrder) -> Result<()> {
     set_autostart(scene)?;
     lose_both(scene)?;

@@ -1,4 +1,5 @@
-//! Which VMs come into a keeper: what its daemon has examined, and what belongs to its group.
+//! Tests of which VMs come into a keeper: what its daemon has examined, and what belongs to its
+//! group.
 
 use crate::keepers::{kept, signal_keeper};
 use crate::peer::{MadeUpPeer, message, refusal_of_keeper};
@@ -177,7 +178,7 @@ fn a_keeper_that_shuts_down_refuses_what_would_start_in_it() {
     });
 }
 
-/// It asked for one again and again, without a pause.
+/// A keeper without a descriptor once asked for one again and again, without a pause.
 #[test]
 fn a_keeper_that_has_no_descriptor_for_a_connection_waits_for_one() {
     play(all_keeping(quick(), ""), |scene| {
@@ -199,7 +200,7 @@ fn a_keeper_that_has_no_descriptor_for_a_connection_waits_for_one() {
     });
 }
 
-/// For a quarter of a second it was in no status.
+/// A VM whose keeper had been killed was once in no status for a quarter of a second.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_vm_whose_keeper_has_just_been_killed_is_said_to_be_lost() {

@@ -1,5 +1,5 @@
-//! What a keeper is told out of order, by whoever speaks on its sockets: it says why it does not do that, and its guest
-//! does not notice.
+//! Tests of what a keeper is told out of order, by whoever speaks on its sockets: it says why it
+//! does not do that, and its guest does not notice.
 
 use crate::keepers::{answered, begin, kept, with_keepers};
 use crate::stage::{play, prove_survival};
@@ -13,9 +13,9 @@ use std::time::Duration;
 use understudy_lab::Scene;
 use understudy_lab::scene::VM;
 
-/// For an answer.
+/// Time for an answer.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// What goes with a socket for an order.
+/// The word that goes with a socket for an order.
 const ORDERED: u8 = 3;
 
 /// Gives the keeper of host a's guest these descriptors with a word; whether it takes them.
@@ -37,7 +37,7 @@ fn pass(scene: &Scene, word: u8, descriptors: &[RawFd]) -> Result<bool> {
     Ok(heard.is_ok() && !answer.is_empty())
 }
 
-/// What is said to an order about a VM; nothing if it is not understood.
+/// The answer to an order about a VM; nothing if it is not understood.
 fn order(scene: &Scene, vm: &str, order: &Value) -> Result<Option<String>> {
     let (mut daemon, its_end) = UnixStream::pair()?;
     daemon.set_read_timeout(Some(PATIENCE))?;

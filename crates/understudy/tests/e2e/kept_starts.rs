@@ -127,7 +127,7 @@ fn begin_restore(scene: &Scene) -> Result<(Child, u64)> {
     Ok((restore, keeper))
 }
 
-/// What was begun on host b is over and has left nothing: it can be done again.
+/// Proves that what was begun on host b is over and has left nothing: it can be done again.
 fn prove_again(scene: &Scene, sums: &str, count: u64) -> Result<()> {
     await_forgotten(scene, "b")?;
     json(scene, "b", &["vm", "restore", VM, "--store", &store(scene)])?;
@@ -152,7 +152,7 @@ fn a_restore_whose_keeper_dies_has_failed_and_is_done_again() {
     });
 }
 
-/// Nobody is told any more that it has begun: its keeper gives it up.
+/// A restore of which nobody is told any more that it has begun is given up by its keeper.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_restore_whose_daemon_dies_before_the_guest_runs_is_given_up() {
@@ -169,8 +169,8 @@ fn a_restore_whose_daemon_dies_before_the_guest_runs_is_given_up() {
     });
 }
 
-/// Before, whoever started another VM waited until the keeper of the first had started that, or was given up: a minute and
-/// more. No VM was offered meanwhile either.
+/// A start of another VM once waited until the keeper of the first had started that, or was given
+/// up: a minute and more. No VM was offered meanwhile either.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_start_that_takes_long_holds_up_no_other() {
@@ -208,6 +208,30 @@ fn a_start_that_takes_long_holds_up_no_other() {
             kept(&host.status(vm)?).with_context(|| format!("{vm} has no keeper"))?;
             host.call(["vm", "stop", vm, "--force"])?;
         }
+        await_forgotten(scene, "a")
+    });
+}
+
+/// Whoever had ended the VM was told that it had failed, and an evacuation stopped there.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn what_is_done_is_answered_although_its_keeper_takes_long_to_end() {
+    let mut options =
+        SceneOptions { kind: GuestKind::BootSector, memory_mib: 64, ..with_keepers() };
+    let daemon = options.daemons.get_mut("a").expect("host a's");
+    // The daemon waits 10 s.
+    daemon.environment.push(("FAILPOINTS".to_owned(), "leave-all=sleep(13000)".to_owned()));
+    play(options, |scene| {
+        let file = write(scene, "slow.toml", &definition(scene, "slow")?)?.display().to_string();
+        let host = scene.host("a")?;
+        host.call(["vm", "start", &file])?;
+        let before = kept(&host.status("slow")?).context("it has no keeper")?.keeper;
+        host.call(["vm", "stop", "slow", "--force"])?;
+        // That keeper is there.
+        kill(Pid::from_raw(i32::try_from(before)?), None::<Signal>)?;
+        host.call(["vm", "start", "slow"])?;
+        ensure!(kept(&host.status("slow")?).context("it has no keeper")?.keeper != before);
+        host.call(["vm", "stop", "slow", "--force"])?;
         await_forgotten(scene, "a")
     });
 }

@@ -11,7 +11,7 @@ use understudy_arbiter::{Arbiter, ArbiterConfig, EtcdConfig};
 use understudy_lab::{Etcd, Lab, in_namespace};
 use understudy_protocol::{Generation, LeaseAnswer, LeaseErrand, Renewal, VmName, literal};
 
-/// For etcd to say what it has to.
+/// Time for etcd to say what it has to.
 const ANSWER: Duration = Duration::from_secs(5);
 
 /// A way to etcd that keeps one request to itself.
@@ -25,7 +25,7 @@ enum Kept {
     Nothing,
     /// The next request that changes something.
     Next,
-    /// This one, whose asker has no answer.
+    /// This request, whose asker has no answer.
     Request(Vec<u8>, TcpStream),
 }
 
@@ -85,7 +85,7 @@ impl Relay {
     }
 }
 
-/// One request, with its body.
+/// Reads one request, with its body.
 fn read_request(stream: &TcpStream) -> Result<Vec<u8>> {
     let mut reader = BufReader::new(stream);
     let (mut request, mut length) = (Vec::new(), 0);
@@ -106,12 +106,13 @@ fn read_request(stream: &TcpStream) -> Result<Vec<u8>> {
     Ok(request)
 }
 
-/// Before, the renewal took effect behind the withdrawal, and nobody removed it: a third host would have found a lease that
-/// was over, and taken a VM whose owner lives.
+/// The renewal once took effect behind the withdrawal, and nobody removed it: a third host would
+/// have found a lease that was over, and taken a VM whose owner lives.
 fn a_late_renewal(etcd: &str) -> Result<()> {
     let (relay, address) = Relay::start(etcd.trim_start_matches("http://"))?;
     let endpoints = vec![format!("http://{address}"), etcd.to_owned()];
     let config = EtcdConfig { endpoints, prefix: "/understudy".to_owned(), tls: None };
+    let cluster = understudy_arbiter::etcd::Etcd::new(&config)?;
     let config = ArbiterConfig::Etcd(config);
     let (vm, of): (VmName, _) = (literal("db"), Generation(1));
     let renewal = |mark| Renewal { host: literal("a"), length_ms: 15_000, mark };
@@ -138,6 +139,23 @@ fn a_late_renewal(etcd: &str) -> Result<()> {
         tend(LeaseErrand::Withdraw, late)?;
         relay.release()?;
         written(None)?;
+        // Before, a `null` was left, which another version of Understudy could not read.
+        let left = cluster.get::<serde_json::Value>("/leases/db/1")?;
+        ensure!(left.is_none(), "the withdrawn lease is {left:?}");
+        // A withdrawal that comes behind another one, and a renewal, leaves that.
+        relay.set(Kept::Next);
+        tend(LeaseErrand::Withdraw, late)?;
+        tend(LeaseErrand::Renew, late)?;
+        relay.release()?;
+        written(Some(late))?;
+        let of_all = arbiter.renewals(&vm)?;
+        ensure!(of_all == [(of, renewal(late))], "{of_all:?}");
+        tend(LeaseErrand::Withdraw, late)?;
+        // So did the version before this one.
+        ensure!(cluster.swap("/leases/db/1", 0, &None::<Renewal>)?);
+        written(None)?;
+        ensure!(arbiter.renewals(&vm)?.is_empty());
+        tend(LeaseErrand::Withdraw, late)?;
     }
     Ok(())
 }

@@ -3,10 +3,15 @@
 
 use crate::refusals::says;
 use crate::snapshot::{busy, json, number, prove_restored, small, store};
-use crate::stage::{Calm, LIMIT, await_forgotten, daemon, daemon_passing, play, refusal, vms};
+use crate::stage::{
+    Calm, LIMIT, await_forgotten, daemon, daemon_passing, options, play, refusal, vms,
+};
 use anyhow::{Context, Result, ensure};
 use std::fs;
-use std::path::PathBuf;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::thread;
 use tempfile::TempDir;
 use understudy_lab::scene::VM;
 use understudy_lab::{HostOptions, Scene, SceneOptions, wait_for};
@@ -37,7 +42,7 @@ impl HeldStore {
         HeldStore { waiters_only, silent, _directory: directory }
     }
 
-    /// What the host's daemon must be told for it.
+    /// The variable that the host's daemon must be given for it.
     pub fn environment(&self) -> (String, String) {
         let (waiters, silent) = (self.waiters_only.display(), self.silent.display());
         let points = format!("store-silent=return({silent});only-waiters=return({waiters})");
@@ -89,7 +94,7 @@ pub fn restore_lazily(scene: &Scene, held_store: &HeldStore) -> Result<()> {
     Ok(())
 }
 
-/// How long the store has been silent, as `status` says.
+/// The time for which the store has been silent, as `status` says.
 fn silent_for(scene: &Scene) -> Result<Option<u64>> {
     let status = scene.status("b")?;
     ensure!(status["live"] == true, "the guest does not live any more: {status}");
@@ -119,7 +124,8 @@ fn a_silent_store_stalls_a_restored_guest_and_harms_nothing() {
     });
 }
 
-/// Before, the restore had failed with that, and nothing could be started on what was there of the disk.
+/// The restore had once failed with that, and nothing could be started on what was there of the
+/// disk.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_guest_that_powers_off_while_it_is_loaded_is_started_again_when_its_disk_is_there() {
@@ -147,7 +153,7 @@ fn a_guest_that_powers_off_while_it_is_loaded_is_started_again_when_its_disk_is_
     });
 }
 
-/// Before, what the guest had still to load went with the snapshot, and it stood still for good.
+/// A guest once stood still for good, as what it had still to load went with the snapshot.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_snapshot_is_not_deleted_while_a_guest_is_restored_from_it() {
@@ -323,6 +329,47 @@ fn prove_refusals(scene: &Scene, restore: &[&str]) -> Result<()> {
     says(&words, &["is being taken back"])
 }
 
+/// Before, the guest was ended, and only the log said so.
+#[test]
+fn a_guest_of_which_the_next_daemon_can_read_nothing_is_in_status_until_it_is_ended() {
+    play(options().calm(), |scene| {
+        scene.host_mut("b")?.kill_daemon()?;
+        let directory = scene.host("b")?.directory().join("state").join(VM);
+        fs::create_dir_all(&directory)?;
+        let custodian = directory.join("custodian");
+        let listener = UnixListener::bind(&custodian)?;
+        let ended = thread::spawn(move || keep_what_nobody_reads(&listener, &custodian));
+        scene.revive("b")?;
+        let output = scene.host("b")?.cli(["status", VM])?;
+        let words = String::from_utf8_lossy(&output.stdout).into_owned();
+        ensure!(output.status.code() == Some(3), "`status` ended with {}", output.status);
+        says(&words, &["outlived this host's last daemon", "vm stop", "--force"])?;
+        let words = scene.host("b")?.cli(["status"])?.stdout;
+        says(&String::from_utf8_lossy(&words), &["WRONG", VM, "cannot be read by this version"])?;
+        let definition = scene.definition().display().to_string();
+        let (_, words) = refusal(scene.host("b")?, &["vm", "start", &definition])?;
+        says(&words, &["outlived this host's last daemon"])?;
+        scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
+        ended.join().expect("a custodian")?;
+        await_forgotten(scene, "b")
+    });
+}
+
+/// What a custodian does whose text is of a version to come, until it is told to end.
+fn keep_what_nobody_reads(listener: &UnixListener, socket: &Path) -> Result<()> {
+    for daemon in listener.incoming() {
+        let mut daemon = daemon?;
+        // Whoever only wants it to end does not read.
+        let _ = daemon.write_all(&[2, 0, 0, 0, 0, 0, 0, 0, b'{', b'}']);
+        let mut word = [0];
+        if daemon.read(&mut word)? == 1 {
+            ensure!(word == *b"e", "it was told {word:?}");
+            return Ok(fs::remove_file(socket)?);
+        }
+    }
+    Ok(())
+}
+
 /// The operator says that host b is down for good, and it is not: its copy ends.
 #[test]
 fn a_guest_that_was_restored_elsewhere_meanwhile_is_not_taken_back() {
@@ -372,7 +419,7 @@ fn a_guest_that_stands_still_can_be_given_up() {
     });
 }
 
-/// If the host dies, its guest does. Nobody starts it on what is there of its images; from the
+/// A guest dies with its host. Nobody starts it on what is there of its images; from the
 /// snapshot it runs again.
 #[test]
 fn a_host_that_dies_while_a_guest_is_loaded_leaves_the_snapshot() {

@@ -17,7 +17,7 @@ use understudy_lab::companion::{COMPANION, Companion};
 use understudy_lab::scene::VM;
 use understudy_lab::{ArbiterKind, CLIENT_ADDRESS, HostOptions, Scene, SceneOptions, wait_for};
 
-/// As short as may be configured.
+/// The length, as short as may be configured.
 const LENGTH: Duration = Duration::from_secs(4);
 /// A second more than it takes a lease to end.
 const LONGER: Duration = Duration::from_secs(6);
@@ -182,7 +182,8 @@ fn a_lease_is_not_lost_to_a_contest_that_its_host_has_won() {
     });
 }
 
-/// Whoever looks at a VM for long, and whoever renews its lease, must not wait for each other.
+/// A thread that looks at a VM for long and the one that renews its lease must not wait for each
+/// other.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_lease_is_renewed_while_its_vm_is_looked_at() {
@@ -253,7 +254,8 @@ fn a_disk_that_hangs_costs_no_other_vm_its_lease() {
     });
 }
 
-/// Only the two hosts cannot talk to each other. The lease is one that no busy machine misses.
+/// The two hosts, and nobody else, cannot talk to each other. The lease is one that no busy machine
+/// misses.
 #[test]
 fn nobody_forces_a_vm_from_an_owner_that_lives() {
     play_protected(leased(ArbiterKind::File, 20), |scene, client| {
@@ -346,6 +348,36 @@ fn a_restore_by_force_waits_until_a_silent_host_lets_nothing_out() {
     });
 }
 
+/// Before, the second one found its own host, or nobody, to be the owner, and waited for no lease: the silent host's guest could
+/// still answer.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_second_restore_by_force_waits_as_the_first_did() {
+    let mut options = short(ArbiterKind::File);
+    let daemon = options.daemons.get_mut("b").expect("a host");
+    daemon.environment.push(("FAILPOINTS".to_owned(), "restore-claimed=1*return".to_owned()));
+    play_protected(options, |scene, client| {
+        let store = store(scene);
+        scene.host("a")?.call(["vm", "snapshot", VM, "--store", &store])?;
+        unprotect(scene)?;
+        await_lease(scene)?;
+        await_service(&client)?;
+        client.abandon();
+        scene.host("a")?.pause()?;
+        let restore = ["vm", "restore", VM, "--store", &store, "--force"];
+        let (_, words) = refusal(scene.host("b")?, &restore)?;
+        ensure!(words.contains("a test says so"), "{words}");
+        let asked = Instant::now();
+        scene.host("b")?.call(restore)?;
+        ensure!(asked.elapsed() > LENGTH, "the second one waited for nobody");
+        scene.await_guest()?;
+        scene.host("a")?.resume()?;
+        scene.await_fenced("a")?;
+        scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
+        Ok(())
+    });
+}
+
 /// Before, an arbiter that did not answer the one question about the owner counted as one that names nobody: no lease
 /// was waited for.
 #[test]
@@ -380,7 +412,7 @@ fn a_restore_by_force_is_refused_while_the_arbiter_names_no_owner() {
     });
 }
 
-/// Nobody has the VM meanwhile: the host that wakes up goes on with it.
+/// The VM is nobody else's meanwhile: the host that wakes up goes on with it.
 #[test]
 fn a_host_that_slept_and_lost_nothing_goes_on() {
     play_protected(short(ArbiterKind::File), |scene, client| {

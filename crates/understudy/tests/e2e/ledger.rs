@@ -29,12 +29,12 @@ const LINE_BITS_PER_SECOND: u64 = 1_000_000_000;
 /// Payments of a burst that prove that it goes on.
 const PAID: u64 = 20;
 
-/// Who pays whom.
+/// The one who pays, and the one who is paid.
 type Pair = (usize, usize);
 /// The payments in flight across a snapshot, in the order of the log.
 type InFlight = BTreeMap<Pair, Vec<u64>>;
 
-/// What a bank says of its payments that are sent once.
+/// The ledger of a bank's payments that are sent once.
 #[derive(Debug, Deserialize)]
 struct Ledger {
     sent: BTreeMap<String, u64>,
@@ -72,7 +72,7 @@ fn burst(scene: &Scene, length: u64) -> Result<()> {
     })
 }
 
-/// Each bank hears each other one pay.
+/// Waits until each bank hears each other one pay.
 fn await_bursts(scene: &Scene) -> Result<()> {
     let last =
         || -> Result<Vec<u64>> { Ok(ledgers(scene)?.values().map(|(_, got)| got.last).collect()) };
@@ -147,8 +147,8 @@ fn snapshot(bank: &Bank<'_>, line: &LongLine) -> Result<(u64, InFlight)> {
     bail!("no payment was in flight across {SNAPSHOTS} snapshots");
 }
 
-/// What may be lost of what each bank was sent until now: one payment in each pause of its VM.
-/// QEMU, when it stops, drops the frame that it has read and that the card has no room for
+/// The amount that may be lost of what each bank was sent until now: one payment in each pause of
+/// its VM. QEMU, when it stops, drops the frame that it has read and that the card has no room for
 /// (`net_vm_change_state_handler`); a busy guest has none for moments.
 fn may_be_lost(scene: &Scene, member: usize, snapshots: u64) -> Result<u64> {
     let status = scene.host(home(member))?.status(&name(member))?;

@@ -1,4 +1,5 @@
-//! What one QEMU may use of its host: one that wants more ends alone, and its backup takes over.
+//! Tests of what one QEMU may use of its host: one that wants more ends alone, and its backup takes
+//! over.
 
 use crate::stage::{Calm, await_service, options, play_protected, prove_survival, vms};
 use anyhow::{Context, Result, ensure};
@@ -9,7 +10,7 @@ use std::process::{Command, Stdio};
 use understudy_lab::scene::VM;
 use understudy_lab::{HostOptions, Scene, SceneOptions, wait_for};
 
-/// What QEMU may have beside its guest's memory, here.
+/// The memory that QEMU may have beside its guest's, here.
 const BESIDE_MIB: u64 = 192;
 const MEMORY_MIB: u32 = 128;
 const THREADS: u64 = 100;
@@ -42,7 +43,7 @@ fn limits(scene: &Scene, host: &str) -> Result<Value> {
     Ok(scene.status(host)?["limits"].clone())
 }
 
-/// As `status` says, and as the kernel has it.
+/// Checks the limits as `status` says them, and as the kernel has them.
 fn check_limits(scene: &Scene, host: &str) -> Result<()> {
     let (limits, pid) = (limits(scene, host)?, scene.host(host)?.qemu_pid(VM)?);
     let open_files = fs::read_to_string(format!("/proc/{pid}/limits"))?;

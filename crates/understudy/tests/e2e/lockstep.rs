@@ -21,20 +21,21 @@ use std::time::{Duration, Instant};
 use understudy_lab::scene::{ECHO_PORT, RECORDS_PORT, VM};
 use understudy_lab::{ChatterClient, HostOptions, Load, Part, Scene, SceneOptions, wait_for};
 
-/// What the guest says once it has booted.
+/// The words of the guest once it has booted.
 const READY: &str = "UNDERSTUDY-GUEST-READY";
 
-/// What keeps the guest's disk and its console busy.
+/// The command that keeps the guest's disk and its console busy.
 pub const BUSY: &str = "n=0; while :; do dd if=/dev/urandom of=/data/noise bs=64k count=8; sync; \
                     n=$((n + 1)); echo round $n > /dev/console; done";
 
-/// More words on the console than a socket has room for the log of.
+/// The bytes of words on the console, more than a socket has room for the log of.
 const LOG_ROOM: usize = 256 << 10;
 
-/// What fills the log.
+/// The command that fills the log.
 pub const FLOOD: &str = "exec yes > /dev/console";
 
-/// What has the guest say something ten times a second, and a silence that it does not keep then.
+/// The command that has the guest say something ten times a second, and a silence that it does not
+/// keep then.
 const TICKS: &str = "while :; do echo tick > /dev/console; sleep 0.1; done";
 const SILENCE: Duration = Duration::from_secs(5);
 
@@ -140,7 +141,7 @@ fn a_primary_is_cut_off() {
     });
 }
 
-/// It ran on, unseen.
+/// A copy that lost once ran on, unseen.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_copy_that_lost_the_contest_stands_still_until_it_is_handed_back() {
@@ -221,14 +222,14 @@ fn hand_over_under(load: &str, options: SceneOptions) {
     });
 }
 
-/// Nobody read the log while the guest was to be stopped, and it could not be.
+/// The log was once read by nobody while the guest was to be stopped, and it could not be.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_log_that_is_full_as_the_guest_is_handed_over_holds_nobody_up() {
     hand_over_under(FLOOD, armed("a", "log-fills=return"));
 }
 
-/// It stood still for good when nobody read what it logged.
+/// A guest once stood still for good when nobody read what it logged.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_guest_whose_log_cannot_begin_goes_on_without_a_backup() {

@@ -1,4 +1,4 @@
-//! What lockstep is not proven for is refused before anything starts, with the way out.
+//! Tests that what lockstep is not proven for is refused before anything starts, with the way out.
 
 use crate::refusals::{quick, says, unharmed};
 use crate::stage::{Calm, daemon, play, refusal};

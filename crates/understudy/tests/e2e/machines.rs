@@ -29,7 +29,7 @@ fn survive_with(field: &str, value: &str, prove: impl FnOnce(&Scene) -> Result<(
     });
 }
 
-/// What a line says in the guest.
+/// Checks what a line says in the guest.
 fn guest_says(scene: &Scene, line: &str, word: &str) -> Result<()> {
     let said = scene.shell()?.run(line)?.text;
     ensure!(said.contains(word), "`{line}` says {said:?}, without {word:?}");

@@ -12,7 +12,7 @@ use toml::{Table, Value};
 use understudy_lab::scene::VM;
 use understudy_lab::{GuestShell, Scene, SceneOptions};
 
-/// So many bytes that nobody else has.
+/// Makes a medium of so many bytes that nobody else has.
 fn medium(scene: &Scene, name: &str, sectors: u32, seed: u32) -> Result<PathBuf> {
     let path = scene.lab().directory().join("media").join(name);
     fs::create_dir_all(path.parent().context("it is in a folder")?)?;

@@ -1,4 +1,4 @@
-//! What a monitoring system sees of a fail-over, and what its rules make of it.
+//! Tests of what a monitoring system sees of a fail-over, and what its rules make of it.
 
 use crate::keepers::with_keepers;
 use crate::stage::{Calm, LIMIT, await_forgotten, options, play};
@@ -17,7 +17,7 @@ fn lost_protection_shows_in_the_metrics() {
     play_loss(options().calm());
 }
 
-/// What keepers count is on their daemon's page, and on the next one's.
+/// The counts of keepers are on their daemon's page, and on the next one's.
 #[test]
 fn lost_protection_of_a_vm_with_a_keeper_shows_in_the_metrics() {
     play_loss(with_keepers());
@@ -46,7 +46,7 @@ fn play_loss(mut options: SceneOptions) {
     });
 }
 
-/// Who only connects had as many descriptors of the daemon's as it liked.
+/// A caller who only connects once had as many descriptors of the daemon's as it liked.
 #[test]
 fn who_holds_connections_to_the_metrics_leaves_descriptors_to_others() {
     let mut options = options().calm();

@@ -54,7 +54,7 @@ fn strike(story: &str, host: &str, role: &str) -> Result<()> {
     struck
 }
 
-/// What must not take notice: both daemons, and another VM with its backup.
+/// The bystanders that must not take notice: both daemons, and another VM with its backup.
 struct Bystanders {
     daemons: [u32; 2],
     qemu: u64,
@@ -66,7 +66,7 @@ fn daemons(scene: &Scene) -> Result<[u32; 2]> {
     Ok([scene.host("a")?.pid(), scene.host("b")?.pid()])
 }
 
-/// They run still.
+/// Checks that they run still.
 fn are_the_same(scene: &mut Scene, pids: [u32; 2]) -> Result<()> {
     for (host, pid) in ["a", "b"].into_iter().zip(pids) {
         let daemon = scene.host_mut(host)?;
@@ -126,7 +126,7 @@ fn play_struck(
     });
 }
 
-/// Before, each of these panics ended the daemon, and every VM of the host with it.
+/// Each of these panics once ended the daemon, and every VM of the host with it.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_panic_in_a_primarys_thread_moves_that_vm_only() {
@@ -148,7 +148,7 @@ fn a_panic_in_a_primarys_thread_moves_that_vm_only() {
     });
 }
 
-/// Before, each of these panics ended the daemon, and every backup of the host with it.
+/// Each of these panics once ended the daemon, and every backup of the host with it.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_panic_in_a_backups_thread_ends_that_backup_only() {
@@ -184,7 +184,7 @@ fn a_panic_in_a_members_thread_moves_its_group() {
     });
 }
 
-/// Nobody takes over: the guest ends, which `status` says, and can be started again.
+/// The VM is taken over by nobody: the guest ends, which `status` says, and can be started again.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_panic_in_an_unprotected_vms_thread_ends_that_vm_only() {

@@ -51,7 +51,7 @@ fn epoch(scene: &Scene) -> Result<u64> {
     status["epoch"].as_u64().context("no epoch")
 }
 
-/// So long that the path's connection takes no more heartbeats, and is given up.
+/// A time so long that the path's connection takes no more heartbeats, and is given up.
 const LONG_SECONDS: f64 = 7.0;
 
 fn await_long_outage(scene: &Scene, path: usize) -> Result<()> {
@@ -97,7 +97,7 @@ fn paths_come_and_go_and_the_vm_stays() {
     });
 }
 
-/// What is longer than heartbeats vanishes on the path in use, which therefore counts as up.
+/// Messages longer than heartbeats vanish on the path in use, which therefore counts as up.
 #[test]
 fn a_path_that_carries_heartbeats_alone_is_left_for_the_other() {
     play(two_paths(), |scene| {
@@ -116,7 +116,7 @@ fn a_path_that_carries_heartbeats_alone_is_left_for_the_other() {
         ensure!(scene.status("a")?["generation"] == 1, "ownership has changed");
         // Protected anew, over the addresses in their order, it takes the sound one as well.
         scene.host("a")?.call(["unprotect", VM])?;
-        protect_when_taken(scene)?;
+        protect_when_taken(scene, "a", "b")?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
     });

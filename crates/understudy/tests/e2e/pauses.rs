@@ -5,7 +5,7 @@ use crate::stage::{Calm, daemon, options, play, play_protected, prove_survival};
 use anyhow::{Result, ensure};
 use understudy_lab::{Scene, SceneOptions};
 
-/// Which way it is, and why, as `status` says.
+/// The way that it is, and why, as `status` says.
 fn way(scene: &Scene, host: &str) -> Result<String> {
     Ok(scene.status(host)?["pauses_through_qmp"].as_str().unwrap_or_default().to_owned())
 }

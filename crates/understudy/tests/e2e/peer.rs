@@ -11,9 +11,9 @@ use understudy_lab::{CLIENT_ADDRESS, PEER_PORT, Scene, in_namespace};
 use understudy_protocol::Epoch;
 use understudy_protocol::wire::{HEADER_BYTES, Header, Kind, Message};
 
-/// Where the made-up peer listens.
+/// Port where the made-up peer listens.
 pub const PORT: u16 = 7900;
-/// For an answer of the real one.
+/// Time for an answer of the real one.
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
 
 /// A peer in the client's namespace that takes one connection, reads the hello,

@@ -1,4 +1,4 @@
-//! What people do on purpose: fail over, end protection, stop, reboot.
+//! Tests of what people do on purpose: fail over, end protection, stop, reboot.
 
 use crate::stage::{
     Calm, LIMIT, PACE, await_forgotten, await_service, close, hand_over, options, play,
@@ -83,7 +83,7 @@ fn a_protected_guest_powers_off() {
     play_protected(options().calm(), power_off);
 }
 
-/// After the fail-over the guest must find its firmware where it always was.
+/// The guest must find its firmware after the fail-over where it always was.
 #[test]
 fn a_guest_reboots_on_either_host() {
     play(options().calm(), |scene| {
@@ -153,7 +153,7 @@ fn await_answer(scene: &Scene, host: &str, line: &str, answer: &str) -> Result<(
     })
 }
 
-/// What `vm console` prints when a line is piped into it.
+/// The output of `vm console` when a line is piped into it.
 fn console(scene: &Scene, host: &str, line: &str) -> Result<String> {
     let mut command = Command::new(env!("CARGO_BIN_EXE_understudy"))
         .arg("--socket")

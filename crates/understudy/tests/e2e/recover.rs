@@ -29,7 +29,7 @@ pub fn lose(scene: &mut Scene, hosts: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// What `recover --dry-run` says on a host: whose images are valid, and why.
+/// The answer of `recover --dry-run` on a host: whose images are valid, and why.
 fn valid_images(scene: &Scene, host: &str) -> Result<(String, String)> {
     let report = scene.host(host)?.call(["recover", VM, "--dry-run", "--json"])?;
     let report: Value = serde_json::from_str(&report)?;
@@ -115,7 +115,8 @@ fn a_backup_dies_between_winning_and_activation() {
     });
 }
 
-/// Before, the second of them made the images stale, and nothing was certain while another host was silent.
+/// The second of them once made the images stale, and nothing was certain while another host was
+/// silent.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn starts_that_come_to_nothing_after_they_have_claimed_the_vm_are_begun_again() {

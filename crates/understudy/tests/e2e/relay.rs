@@ -15,24 +15,24 @@ use understudy_protocol::wire::{HEADER_BYTES, Header, Kind};
 
 const PORT: u16 = 7800;
 
-/// What happens to the first message that fits.
+/// A fault that happens to the first message that fits.
 pub struct Fault {
     /// Whether it is one that the primary sends, or one that the backup sends.
     pub from_primary: bool,
-    /// Which messages of the data connection fit.
+    /// Whether a message of the data connection fits.
     pub fits: fn(&Header) -> bool,
-    /// What becomes of its bytes, header included, and of the connection.
+    /// Damage to its bytes, header included, and what becomes of the connection.
     pub damage: fn(&mut Vec<u8>) -> Then,
 }
 
-/// What becomes of the connection after the damaged message.
+/// The fate of the connection after the damaged message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Then {
-    /// It goes on.
+    /// The connection goes on.
     Forward,
-    /// It ends.
+    /// The connection ends.
     Close,
-    /// Nothing more goes this way; it stays open.
+    /// The connection carries no more this way; it stays open.
     Hold,
 }
 
@@ -85,7 +85,7 @@ impl Relay {
         Ok(Relay { shared, client })
     }
 
-    /// From now on, the first message that fits is damaged; only once.
+    /// Has the first message from now on that fits damaged; only once.
     pub fn arm(&self, fault: Fault) {
         self.shared.struck.store(false, Ordering::Release);
         *lock(&self.shared.fault) = Some(fault);

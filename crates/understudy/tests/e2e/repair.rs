@@ -1,6 +1,7 @@
 //! Redundancy that restores itself: three hosts, killed one after another, and
 //! nobody but the daemons does anything about it.
 
+use crate::sick_hosts::Hanging;
 use crate::stage::{
     Calm, LIMIT, await_service, hand_over, options, play, play_protected, protect, protection,
     prove_survival, repairing_daemon,
@@ -102,6 +103,31 @@ fn a_lost_backup_is_replaced_by_another_host() {
     });
 }
 
+/// Before, it kept its place for good: it lives, and nobody asked the third host.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_backup_whose_disk_hangs_for_good_gives_way_to_a_third_host() {
+    let hanging = Hanging::new();
+    let mut options = three(&repairing_daemon().calm());
+    let daemon = options.daemons.get_mut("b").expect("a host");
+    daemon.environment.push(("FAILPOINTS".to_owned(), hanging.action("hang-disk")));
+    play_protected(options, |scene, client| {
+        hanging.begin()?;
+        // It may seem well in between, until the guest writes again.
+        wait_for("host a to turn to host c", LIMIT, || {
+            let status = scene.status("a")?;
+            let words = status["events"].to_string();
+            Ok((words.contains("host b could not take over") && await_backup(scene, "a")? == "c")
+                .then_some(()))
+        })?;
+        await_service(&client)?;
+        hanging.end()?;
+        scene.host_mut("a")?.kill_everything()?;
+        scene.await_live("c")?;
+        prove_survival(scene, client, "c")
+    });
+}
+
 /// A planned fail-over hands the wish over too, and the former primary is a
 /// backup like any other.
 #[test]
@@ -135,7 +161,7 @@ fn wishes_are_respected() {
     });
 }
 
-/// Several times as long as a repair takes to begin, nothing changes.
+/// Checks that nothing changes for several times as long as a repair takes to begin.
 fn stays(scene: &Scene, host: &str, state: &str, words: &str) -> Result<()> {
     let until = std::time::Instant::now() + std::time::Duration::from_secs(2);
     wait_for("time to pass", LIMIT, || {

@@ -2,6 +2,7 @@
 
 use crate::keepers::{Kept, begin, kept, with_keepers};
 use crate::refusals::log_of;
+use crate::sick_disks::Failing;
 use crate::snapshot::{json, store};
 use crate::stage::{
     LIMIT, await_forgotten, await_service, close, hand_over, play, protection, prove_disk,
@@ -15,7 +16,7 @@ use tempfile::TempDir;
 use understudy_lab::scene::VM;
 use understudy_lab::{Scene, SceneOptions, wait_for};
 
-/// What a host says of its guest once it runs there in a keeper that answers.
+/// The status of a host's guest once it runs there in a keeper that answers.
 fn answered(scene: &Scene) -> Result<Kept> {
     wait_for("the keeper to answer", LIMIT, || {
         let known = scene.host("a")?.known(VM)?;
@@ -56,10 +57,15 @@ pub fn await_protected_again(scene: &Scene, host: &str) -> Result<()> {
 
 #[test]
 fn a_protected_guests_keeper_is_replaced_twice_and_its_client_does_not_notice() {
-    play(with_keepers(), |scene| {
+    let shape = SceneOptions { disks: 2, second_disk_is_qcow2: true, ..with_keepers() };
+    play(shape, |scene| {
         scene.protected_guest("a", "b")?;
         let client = begin(scene)?;
         for _ in 0..2 {
+            // The second disk's image grows: what it is shown with must not.
+            let grown =
+                scene.shell()?.run("dd if=/dev/urandom of=/data2/$$ bs=1M count=4; sync")?;
+            ensure!(grown.code == 0, "{grown:?}");
             replace(scene)?;
             await_service(&client)?;
             await_protected_again(scene, "a")?;
@@ -319,13 +325,38 @@ fn a_keeper_is_replaced_twenty_times_and_it_is_told_how_long_the_guest_stood_sti
     });
 }
 
-/// What is said of a VM whose keeper is not replaced.
+/// The words about a VM whose keeper is not replaced.
 fn refused(scene: &Scene, host: &str, vm: &str) -> Result<String> {
     let output = scene.host(host)?.cli(["upgrade", "--keepers", vm])?;
     let words = String::from_utf8_lossy(&output.stdout).into_owned();
     ensure!(output.status.code() == Some(1), "{output:?}");
     ensure!(words.contains(&format!("{vm}: NOT REPLACED: ")), "{words}");
     Ok(words)
+}
+
+/// What a failed sync has lost its process alone knows: the next keeper's would succeed, and so would the guest's flush.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_keeper_whose_disk_has_lost_writes_is_not_replaced_and_its_backup_has_them() {
+    let directory = tempfile::tempdir().expect("a directory for the test");
+    let failing = Failing::new(directory.path());
+    let mut options = with_keepers();
+    let daemon = options.daemons.get_mut("a").expect("a host a");
+    daemon.environment.extend(failing.daemon().environment);
+    play(options, |scene| {
+        scene.protected_guest("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+        failing.begin()?;
+        let words = refused(scene, "a", VM)?;
+        ensure!(words.contains("may have lost writes"), "{words}");
+        let events = scene.host("a")?.call(["events", "--json"])?;
+        ensure!(!events.contains("while its keeper is replaced"), "it was unprotected: {events}");
+        failing.end()?;
+        // Its flush is told, and the backup, which has all of it, goes on.
+        scene.shell()?.start("while :; do date >> /data/more; sync; sleep 1; done")?;
+        scene.await_live("b")?;
+        scene.host("b")?.call(["vm", "stop", VM, "--force"]).map(drop)
+    });
 }
 
 #[test]

@@ -1,27 +1,28 @@
-//! After a failure, only what changed of the disks is copied; the mirror is the same as
+//! Tests that only what changed of the disks is copied after a failure; the mirror is the same as
 //! the primary's image all the same.
 
 use crate::lockstep::lockstep;
 use crate::recover::lose;
 use crate::stage::{
-    Calm, LIMIT, await_degraded, await_service, close, options, play_protected, prove_disk,
-    prove_survival, refusal,
+    Calm, LIMIT, await_degraded, await_forgotten, await_service, close, options, play_protected,
+    prove_disk, prove_survival, refusal,
 };
 use anyhow::{Context, Result, ensure};
 use std::fs::File;
 use std::io::Read;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use understudy_lab::scene::VM;
 use understudy_lab::{Scene, SceneOptions, wait_for};
 
-/// What a guest that writes a few MiB can change at most, journal and tables included.
+/// The bytes that a guest that writes a few MiB can change at most, journal and tables included.
 const MOST_BYTES: u64 = 24 << 20;
 
 /// Writes all the time, flushed or not, until told to stop.
 const BUSY: &str =
     "while [ ! -e /tmp/stop ]; do dd if=/dev/urandom of=/data/busy bs=64k count=16; done";
 
-/// Far more on the disk than [`MOST_BYTES`].
+/// Command that writes far more on the disk than [`MOST_BYTES`].
 const FILL: &str =
     "tr '\\0' x < /dev/zero | dd of=/data/fill bs=1M count=64 iflag=fullblock && sync";
 
@@ -160,6 +161,24 @@ fn after_the_loss_of_both_hosts_only_what_changed_is_copied() {
         // Before it is complete, a mirror that is brought up to date is nothing to start on.
         let (_, words) = refusal(scene.host("b")?, &["recover", VM, "--force"])?;
         ensure!(words.contains("nothing to recover"), "{words}");
+        prove_disk(scene, "a", acked)
+    });
+}
+
+#[test]
+fn a_mirror_that_somebody_writes_between_two_sessions_is_made_anew() {
+    play_protected(options().calm(), |scene, client| {
+        scene.host("a")?.call(["unprotect", VM])?;
+        await_forgotten(scene, "b")?;
+        // As a mount does, of a file that is not in use.
+        let mirror = scene.host("b")?.directory().join("state").join(VM).join("disk0.img");
+        let file = File::options().write(true).open(&mirror)?;
+        file.write_all_at(b"changed by other means", file.metadata()?.len() / 2)?;
+        let (_, full_because) = protect_again(scene, "a", "b")?;
+        let why = full_because.context("only what had changed was copied")?;
+        ensure!(why.contains("changed by other means"), "{why}");
+        let acked = close(client)?;
+        await_equal_images(scene)?;
         prove_disk(scene, "a", acked)
     });
 }

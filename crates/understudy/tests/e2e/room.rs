@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use understudy_lab::scene::VM;
 use understudy_lab::{HostOptions, Scene, SceneOptions, wait_for};
 
-/// What `status` says of a full disk.
+/// The words of `status` about a full disk.
 const NO_SPACE: &str = "No space left on device";
 
 /// The state directory of host b is a file system of this size.
@@ -18,7 +18,7 @@ fn small(mut options: SceneOptions, mib: u64) -> SceneOptions {
     options
 }
 
-/// Why host a's guest is not protected any more; nothing of the VM is left on host b.
+/// The reason why host a's guest is not protected any more; nothing of the VM is left on host b.
 fn reason(scene: &Scene) -> Result<String> {
     let reason = await_degraded(scene, "a")?;
     ensure!(reason.contains(NO_SPACE), "{reason}");
@@ -39,7 +39,7 @@ fn why(reason: &str) -> Result<&str> {
     Ok(&reason[begin..end])
 }
 
-/// It was accepted, and failed when the first block did not fit.
+/// A backup without room was once accepted, and failed when the first block did not fit.
 #[test]
 fn a_backup_without_room_for_the_disks_refuses_at_once() {
     play(small(quick(), 12), |scene| {

@@ -44,7 +44,7 @@ impl Server {
         Ok(server)
     }
 
-    /// It answers nothing any more, until [`Signal::SIGCONT`].
+    /// Sends it a signal: once stopped, it answers nothing any more, until [`Signal::SIGCONT`].
     fn send(&self, signal: Signal) -> Result<()> {
         Ok(kill(Pid::from_raw(self.0.id() as i32), signal)?)
     }
@@ -58,7 +58,8 @@ impl Drop for Server {
     }
 }
 
-/// Where the storage is, and how to get in, as programs of this kind are told.
+/// The variables that say where the storage is, and how to get in, as programs of this kind are
+/// told.
 fn environment() -> Vec<(String, String)> {
     [
         ("AWS_ENDPOINT", format!("http://{CLIENT_ADDRESS}:{PORT}")),
@@ -71,7 +72,7 @@ fn environment() -> Vec<(String, String)> {
     .into()
 }
 
-/// Most of a guest is still to come when it has started on host b.
+/// The options with which most of a guest is still to come when it has started on host b.
 fn options(held_store: &HeldStore) -> SceneOptions {
     let mut options = small();
     let mut held = environment();

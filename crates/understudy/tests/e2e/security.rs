@@ -1,4 +1,4 @@
-//! Who is let in: hosts with certificates of one authority that name them, and
+//! Tests of who is let in: hosts with certificates of one authority that name them, and
 //! nobody else. That those are let in, every other test shows.
 
 use crate::metrics::{ADDRESS, await_host};
@@ -12,7 +12,7 @@ use understudy_lab::scene::VM;
 use understudy_lab::{HostOptions, Scene, wait_for};
 use understudy_protocol::wire::Kind;
 
-/// What host a has instead of its own certificates, and what is said of it.
+/// A case: what host a has instead of its own certificates, and what is said of it.
 struct Case {
     name: &'static str,
     settings: fn(&Scene) -> Result<String>,

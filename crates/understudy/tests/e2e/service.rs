@@ -1,4 +1,5 @@
-//! What a service manager is told: when a daemon is ready, that it lives, and that it ends.
+//! Tests of what a service manager is told: when a daemon is ready, that it lives, and that it
+//! ends.
 
 use crate::refusals::{log_of, quick};
 use crate::stage::{LIMIT, play};
@@ -11,7 +12,7 @@ use understudy_lab::{HostOptions, SceneOptions, wait_for};
 /// The longest silence that it takes for life.
 const WATCHDOG: Duration = Duration::from_secs(2);
 
-/// In a service manager's place, for the daemon of host a.
+/// A stand-in for a service manager, for the daemon of host a.
 struct Manager {
     socket: UnixDatagram,
     /// All lines so far.
@@ -20,7 +21,7 @@ struct Manager {
 }
 
 impl Manager {
-    /// And a scene whose host a belongs to it.
+    /// Makes one, and the options of a scene whose host a belongs to it.
     fn of(mut options: SceneOptions) -> Result<(Manager, SceneOptions)> {
         let directory = tempfile::tempdir()?;
         let path = directory.path().join("notify");

@@ -170,7 +170,7 @@ fn hosts_join_by_one_command_and_protect_vms() -> Result<()> {
     Ok(())
 }
 
-/// For programs: a line of JSON for each thing that has happened.
+/// Programs get a line of JSON for each thing that has happened.
 #[test]
 fn an_invitation_that_nobody_takes_ends_and_says_so() -> Result<()> {
     let lab = Lab::new(&["a"])?;

@@ -63,7 +63,8 @@ fn two_vcpus_two_disks_and_two_cards_survive() {
     });
 }
 
-/// What the guest was told is written, and did not flush: qcow2 keeps its tables back in QEMU.
+/// Data that the guest was told are written, and did not flush: qcow2 keeps its tables back in
+/// QEMU.
 #[test]
 fn what_was_written_to_a_qcow2_disk_and_not_flushed_goes_over() {
     let shape = SceneOptions { disks: 2, second_disk_is_qcow2: true, ..options().calm() };

@@ -15,12 +15,12 @@ use std::path::{Path, PathBuf};
 use understudy_lab::scene::VM;
 use understudy_lab::{HostOptions, Scene, wait_for};
 
-/// What a process has been told about running out of memory.
+/// The score of a process for running out of memory.
 fn oom_score(pid: u64) -> Result<i32> {
     Ok(fs::read_to_string(format!("/proc/{pid}/oom_score_adj"))?.trim().parse()?)
 }
 
-/// While this file is there, what the fail point stands for fails on the host. Afterwards it
+/// A fail point: while this file is there, what it stands for fails on the host. Afterwards that
 /// succeeds again; syncs do, too, as Linux has it.
 pub struct Failing {
     point: &'static str,
@@ -37,8 +37,12 @@ impl Failing {
     }
 
     pub fn daemon(&self) -> HostOptions {
-        let point = format!("{}=return({})", self.point, self.file.display());
-        daemon_passing(point)
+        daemon_passing(self.points())
+    }
+
+    /// What a daemon's fail points are to be.
+    pub fn points(&self) -> String {
+        format!("{}=return({})", self.point, self.file.display())
     }
 
     pub fn begin(&self) -> Result<()> {
@@ -65,8 +69,8 @@ pub fn await_more_flushes(scene: &Scene, before: usize) -> Result<()> {
     wait_for("the guest to go on", LIMIT, || Ok((flushed(scene)? > before + 1).then_some(())))
 }
 
-/// Nobody holds what it says before its first checkpoint. The pause of that answered its flush, and what it
-/// said then a power failure could take back.
+/// A guest's words are held by nobody before its first checkpoint. The pause of that once answered
+/// its flush, and what it said then a power failure could take back.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn the_first_checkpoint_answers_no_flush_before_it_is_done() {
@@ -114,7 +118,31 @@ fn a_backup_whose_mirror_lost_writes_says_so_and_is_given_up() {
     });
 }
 
-/// What the guest reads its clients may hear of: a mirror's last writes are to outlive the power.
+/// All of a mirror was synced behind the first acknowledgement alone, when the guest was said to be protected.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_mirror_is_synced_while_it_is_filled() {
+    let directory = tempfile::tempdir().expect("a directory for the test");
+    let (synchronised, failing) = (Moment::new(), Failing::new(directory.path()));
+    let mut options = options().calm();
+    let point = synchronised.action("synchronised", "1*");
+    options.daemons.insert("a".to_owned(), daemon_passing(point));
+    options.daemons.insert("b".to_owned(), failing.daemon());
+    play(options, |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        scene.host("a")?.call(["protect", VM, "--to", "b", "--no-wait"])?;
+        synchronised.await_reached()?;
+        failing.begin()?;
+        let reason = await_degraded(scene, "a")?;
+        ensure!(reason.contains("cannot sync the mirror"), "{reason}");
+        failing.end()?;
+        synchronised.end()?;
+        scene.host("a")?.call(["vm", "stop", VM, "--force"]).map(drop)
+    });
+}
+
+/// The clients may hear of what the guest reads: a mirror's last writes are to outlive the power.
 #[test]
 fn no_guest_starts_on_an_image_that_cannot_be_synced() {
     let directory = tempfile::tempdir().expect("a directory for the test");
@@ -160,7 +188,7 @@ fn a_backup_that_cannot_apply_the_first_epoch_says_so_and_another_session_can() 
 pub const FLUSHES: &str = "while :; do dd if=/dev/zero of=/data/flushed bs=4k count=1 conv=fsync && \
                        echo FLUSHED > /dev/console; sleep 1; done";
 
-/// How often the guest has said that a flush succeeded.
+/// The number of times that the guest has said that a flush succeeded.
 pub fn flushed(scene: &Scene) -> Result<usize> {
     let said = console_of(scene, "a")?;
     Ok(String::from_utf8_lossy(&said).matches("FLUSHED").count())
@@ -184,7 +212,7 @@ pub fn await_no_disk_error(scene: &Scene) -> Result<()> {
     })
 }
 
-/// Whoever is about to run out of memory: the QEMU of one VM, before the daemon of all.
+/// Proves that the QEMU of one VM ends before the daemon of all when memory runs out.
 fn spares_the_daemon(scene: &Scene) -> Result<()> {
     let qemu = scene.status("a")?["qemu_pid"].as_u64().context("no QEMU")?;
     let (own, daemon) = (oom_score(std::process::id().into())?, scene.host("a")?.pid());
@@ -298,7 +326,7 @@ impl SmallDisk {
         Ok(SmallDisk { place })
     }
 
-    /// To the last byte.
+    /// Fills it to the last byte.
     pub fn fill(&self) -> Result<()> {
         let mut filler = File::create(self.place.join(FILLER))?;
         for bytes in [1 << 20, 4096, 1] {
@@ -310,12 +338,13 @@ impl SmallDisk {
         Ok(())
     }
 
-    /// It takes nothing any more, as ext4 does itself when it finds that its device has failed.
+    /// Makes it take nothing any more, as ext4 does itself when it finds that its device has
+    /// failed.
     pub fn fail(&self) -> Result<()> {
         run("mount", &["-o", "remount,abort", &self.place.to_string_lossy()]).map(drop)
     }
 
-    /// What it was filled with goes.
+    /// Removes what it was filled with.
     pub fn clear(&self) -> Result<()> {
         Ok(fs::remove_file(self.place.join(FILLER))?)
     }

@@ -26,7 +26,7 @@ fn with_fail_point(host: &str, point: String) -> SceneOptions {
     options
 }
 
-/// While this file is there, no disk of the host answers.
+/// A fault: while this file is there, no disk of the host answers.
 pub struct Hanging {
     file: PathBuf,
     _directory: TempDir,
@@ -73,10 +73,11 @@ pub fn await_unfit(scene: &Scene, words: &str) -> Result<()> {
     })
 }
 
-/// Far more than an epoch may take here on which nothing moves: three times 3 s.
+/// A time far longer than an epoch may take here on which nothing moves: three times 3 s.
 const SILENCE: Duration = Duration::from_secs(30);
 
-/// Until host a says that it is not protected: nobody waits in vain, and is told otherwise.
+/// Checks, until host a says that it is not protected, that nobody waits in vain, and is told
+/// otherwise.
 fn protected_only_while_served(scene: &Scene, client: &RecordClient) -> Result<()> {
     let mut served = (client.acked(), Instant::now());
     wait_for("host a to say that it is not protected", LIMIT, || {
@@ -109,7 +110,7 @@ fn a_backup_that_gets_heartbeats_and_no_data_is_given_up() {
         await_service(&client)?;
         ensure!(scene.status("a")?["live"] == true, "the primary had the better right");
         scene.lab().limit_frames("b", 1500)?;
-        protect_when_taken(scene)?;
+        protect_when_taken(scene, "a", "b")?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
     });
@@ -123,7 +124,7 @@ fn was_handed_back(scene: &Scene, qemu: u32) -> Result<()> {
     Ok(())
 }
 
-/// Before, the sound guest was ended as soon as the other host had won, and nobody had it.
+/// The sound guest was once ended as soon as the other host had won, and nobody had it.
 fn planned_fail_over_to_a_host_that_cannot(arbiter: ArbiterKind) {
     let mut options = with_fail_point("b", "before-start=1*return".to_owned());
     options.daemons.entry("a".to_owned()).or_insert_with(|| daemon().calm());
@@ -177,7 +178,7 @@ fn a_guest_that_lost_the_contest_goes_on_where_the_winner_could_not_start_it() {
         await_service(&client)?;
         was_handed_back(scene, qemu)?;
         scene.lab().heal("b")?;
-        protect_when_taken(scene)?;
+        protect_when_taken(scene, "a", "b")?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
     });
@@ -197,7 +198,7 @@ fn a_guest_goes_on_where_the_winner_does_not_come_to_write_its_record() {
         await_service(&client)?;
         was_handed_back(scene, qemu)?;
         recording.end()?;
-        protect_when_taken(scene)?;
+        protect_when_taken(scene, "a", "b")?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
     });
@@ -255,7 +256,7 @@ fn a_winner_that_dies_before_it_starts_the_guest_returns_it_when_it_is_back() {
     });
 }
 
-/// Before, it was called protected, and the VM had nobody once its primary died.
+/// The VM was once called protected, and had nobody once its primary died.
 #[test]
 fn a_standby_that_hangs_is_no_protection_and_contests_nothing() {
     play_protected(options().calm(), |scene, client| {
@@ -291,7 +292,7 @@ fn a_standby_that_hangs_takes_over_once_it_does_not() {
     });
 }
 
-/// Before, it was called protected for as long as nobody had to take over.
+/// The VM was once called protected for as long as nobody had to take over.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_backup_whose_disk_hangs_is_no_protection() {
@@ -306,7 +307,7 @@ fn a_backup_whose_disk_hangs_is_no_protection() {
     });
 }
 
-/// Before, the guest stood still on the host with the bad disk, or flushed into nothing.
+/// The guest once stood still on the host with the bad disk, or flushed into nothing.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_primary_whose_disk_hangs_is_taken_over() {
@@ -325,7 +326,7 @@ fn a_primary_whose_disk_hangs_is_taken_over() {
     });
 }
 
-/// Before, it was called protected while its backup forgot it.
+/// A VM was once called protected while its backup forgot it.
 #[test]
 fn a_vm_that_its_backup_forgets_is_not_protected() {
     play_protected(options().calm(), |scene, client| {
@@ -347,7 +348,8 @@ fn a_vm_that_its_backup_forgets_is_not_protected() {
     });
 }
 
-/// Nobody could take over: `status` says so, with exit code 3, until the disk answers.
+/// The guest has nobody who could take over: `status` says so, with exit code 3, until the disk
+/// answers.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn an_unprotected_guest_whose_disk_hangs_is_said_to_stand_still() {

@@ -22,7 +22,7 @@ use understudy_snapshot::{Area, AreaEntry, ChunkId, Store};
 /// Counts in memory and, right behind it, on the disk.
 const COUNT: &str = "i=0; while :; do i=$((i+1)); echo $i > /tmp/count.new; \
      mv /tmp/count.new /tmp/count; echo $i > /data/count.new; mv /data/count.new /data/count; sleep 0.02; done";
-/// What does not change: a snapshot must have every bit of it.
+/// The command that makes what does not change: a snapshot must have every bit of it.
 const FILL: &str = "dd if=/dev/urandom of=/tmp/fill bs=64k count=300 2>/dev/null; \
      dd if=/dev/urandom of=/data/fill bs=64k count=80 2>/dev/null; sync; \
      md5sum /tmp/fill /data/fill";
@@ -122,8 +122,8 @@ fn a_vm_that_runs_is_not_restored_elsewhere_whoever_orders_it() {
     });
 }
 
-/// Nobody holds what it sends: before, the pause answered the flush, and what the guest said then a
-/// power failure could take back. And a guest whose pause had failed stood still for good.
+/// The guest's output is held by nobody: the pause once answered the flush, and what the guest said
+/// then a power failure could take back. And a guest whose pause had failed stood still for good.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_snapshot_of_an_unprotected_vm_answers_no_flush_before_it_is_done() {
@@ -301,7 +301,7 @@ fn a_backup_dies_while_it_stores_a_snapshot() {
     });
 }
 
-/// What is in the store: listed, verified, deleted.
+/// Proves what is in the store: listed, verified, deleted.
 fn prove_library(scene: &Scene, store: &str) -> Result<()> {
     let in_store = |arguments: &[&'static str]| [arguments, &["--store"]].concat();
     let listed = json(scene, "b", &[&in_store(&["cluster", "snapshots"])[..], &[store]].concat())?;
@@ -317,7 +317,7 @@ fn prove_library(scene: &Scene, store: &str) -> Result<()> {
     prove_refusals(scene, store)
 }
 
-/// Each wrong input gets an error of its own, and nothing is started.
+/// Proves that each wrong input gets an error of its own, and nothing is started.
 fn prove_refusals(scene: &Scene, store: &str) -> Result<()> {
     let host = scene.host("b")?;
     scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
@@ -356,7 +356,8 @@ fn prove_refusals(scene: &Scene, store: &str) -> Result<()> {
     await_forgotten(scene, "b")
 }
 
-/// One of its device state, and one of its main memory. (The kernel that it boots is on the host.)
+/// Paths of some chunks: one of its device state, and one of its main memory. (The kernel that it
+/// boots is on the host.)
 fn some_chunks(location: &str) -> Result<Vec<PathBuf>> {
     let store = Store::open(location)?;
     let manifest = store.snapshot(&VM.parse().unwrap(), None)?;

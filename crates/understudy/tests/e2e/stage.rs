@@ -1,4 +1,4 @@
-//! How a test begins and ends, and what it checks whatever happened.
+//! The beginning and end of a test, and what it checks whatever happened.
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
@@ -12,10 +12,10 @@ use understudy_lab::{
     tells_of_a_follower, wait_for,
 };
 
-/// Between two records, so that a test is not about the disk's speed, and an emulated guest leaves the
-/// processors time for other stories.
+/// Time between two records, so that a test is not about the disk's speed, and an emulated guest
+/// leaves the processors time for other stories.
 pub const PACE: Duration = Duration::from_millis(20);
-/// Between two rounds of a connection that is load: some of them are always under way, and the
+/// Time between two rounds of a connection that is load: some of them are always under way, and the
 /// guest, which would do nothing else, leaves the processors to other stories.
 pub const LOAD_PACE: Duration = Duration::from_millis(40);
 /// See [`Calm`].
@@ -26,9 +26,9 @@ const LONGEST_TIMEOUT_MS: u32 = 10_000;
 const LONGEST_QEMU_TIMEOUT_MS: u32 = 15_000;
 /// The accelerator of all guests that have no reason for another one (`make test-kvm`).
 const ACCEL: &str = "UNDERSTUDY_ACCEL";
-/// Shorter than any frame with data between hosts, longer than any without.
+/// A length shorter than any frame with data between hosts, longer than any without.
 pub const HOLE_BYTES: u32 = 600;
-/// For anything that a living machine does by itself, on a machine several times slower
+/// Time for anything that a living machine does by itself, on a machine several times slower
 /// than most.
 pub const LIMIT: Duration = Duration::from_secs(180);
 /// Acknowledgements that prove that the guest serves its client.
@@ -185,7 +185,7 @@ pub fn prove_disk_at(scene: &Scene, host: &str, disk: usize, acked: u64) -> Resu
     Ok(())
 }
 
-/// What the daemon on `host` says of its protection: the state and, where there
+/// The words of the daemon about its protection: the state and, where there
 /// is one, the reason.
 pub fn protection(status: &Value) -> (&str, &str) {
     let text = |field| status["protection"][field].as_str().unwrap_or_default();
@@ -212,12 +212,12 @@ pub fn restart_daemon(scene: &mut Scene, host: &str) -> Result<()> {
     scene.revive(host)
 }
 
-/// Protects the guest of host a to host b, once that takes it: what it had of it may take a moment to end.
-pub fn protect_when_taken(scene: &Scene) -> Result<()> {
-    wait_for("host b to stand by again", LIMIT, || {
-        Ok(scene.protect("a", "b").is_ok().then_some(()))
+/// Protects the guest of host `from` to host `to`, once that takes it: what it had of it may take a moment to end.
+pub fn protect_when_taken(scene: &Scene, from: &str, to: &str) -> Result<()> {
+    wait_for(&format!("host {to} to stand by again"), LIMIT, || {
+        Ok(scene.protect(from, to).is_ok().then_some(()))
     })?;
-    scene.await_protected("a", |_| ()).map(drop)
+    scene.await_protected(from, |_| ()).map(drop)
 }
 
 /// Begins to protect a VM of `host` by these further words of `protect`, and waits until it is.
@@ -284,7 +284,7 @@ pub fn run(program: &str, arguments: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// What a command that must have failed has said.
+/// The exit code and words of a command that must have failed.
 pub fn refused(output: &Output, command: &str) -> Result<(i32, String)> {
     let words = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure!(!output.status.success(), "`{command}` succeeded");

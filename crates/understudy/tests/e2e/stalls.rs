@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use understudy_lab::scene::{ECHO_PORT, VM};
 use understudy_lab::{ChatterClient, Load, Part, Scene, SceneOptions, wait_for};
 
-/// How long the stalls are.
+/// Lengths of the stalls.
 const STALLS: [Duration; 2] = [Duration::from_secs(4), Duration::from_secs(12)];
 fn play_stalls(story: impl FnOnce(&mut Scene, &ChatterClient) -> Result<&'static str>) {
     // Silence counts as a failure before the shorter stall is over.
@@ -78,7 +78,7 @@ fn backups_stall(part: Part) {
             })?;
             await_rounds(bulk, 5)?;
             ensure!(silence.count()? == 0, "the stalled backup sent something");
-            protect_when_taken(scene)?;
+            protect_when_taken(scene, "a", "b")?;
             await_rounds(bulk, 5)?;
         }
         scene.host_mut("a")?.kill_everything()?;
@@ -126,8 +126,8 @@ fn a_primary_with_a_slow_disk_is_heard_when_protection_begins() {
     });
 }
 
-/// Before, the first proof that it could take over might come before the word that it is ready:
-/// "the peer sent MayTakeOver where Ready was due".
+/// The first proof that it could take over might once come before the word that it is ready: "the
+/// peer sent MayTakeOver where Ready was due".
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_backup_that_is_held_up_is_ready_before_all_else() {

@@ -2,6 +2,7 @@
 
 use crate::deaths::{await_rounds, unharmed};
 use crate::lockstep::{FLOOD, console_of, in_lockstep};
+use crate::sick_disks::{Failing, await_no_disk_error, await_stop};
 use crate::stage::{
     Calm, LIMIT, LOAD_PACE, await_degraded, await_service, daemon_passing, has_backup, options,
     play_protected, prove_survival, refusal,
@@ -96,7 +97,7 @@ fn a_guest_turns_back_to_checkpoints_and_is_taken_over() {
     });
 }
 
-/// Nobody read the log while the guest was to be stopped, and it could not be.
+/// The log was once read by nobody while the guest was to be stopped, and it could not be.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_log_that_is_full_as_it_ends_holds_nobody_up() {
@@ -196,6 +197,43 @@ fn a_backup_that_dies_on_the_way_leaves_the_guest_alone() {
         await_degraded(scene, "a")?;
         prove_survival(scene, client, "a")
     });
+}
+
+/// Before, the log that began behind the end of protection withheld errors of disks for good: the
+/// request that failed waited for ever.
+#[test]
+fn a_disk_error_stops_a_guest_whose_backup_died_as_its_log_began() {
+    let directory = tempfile::tempdir().expect("a directory for the test");
+    let failing = Failing::of("write-disk", directory.path().join("a-cannot-write"));
+    play_protected(
+        armed("a", &format!("turn-moved=sleep(3000);{}", failing.points())),
+        |scene, _| {
+            scene.shell()?.start(DISK)?;
+            await_disk_rounds(scene, "a", 1)?;
+            let before = scene.host("a")?.qemu_pid(VM)?;
+            scene.host("a")?.call([
+                "protect",
+                VM,
+                "--to",
+                "b",
+                "--mode",
+                "lockstep",
+                "--no-wait",
+            ])?;
+            wait_for("the guest's next QEMU", LIMIT, || {
+                let pid = scene.status("a")?["qemu_pid"].as_u64();
+                Ok(pid.filter(|&pid| pid != u64::from(before)))
+            })?;
+            scene.host_mut("b")?.kill_everything()?;
+            await_degraded(scene, "a")?;
+            await_disk_rounds(scene, "a", 2)?;
+            failing.begin()?;
+            await_stop(scene)?;
+            failing.end()?;
+            await_no_disk_error(scene)?;
+            await_disk_rounds(scene, "a", 2)
+        },
+    );
 }
 
 #[test]

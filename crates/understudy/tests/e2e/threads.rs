@@ -13,7 +13,8 @@ use understudy_lab::{HostProcess, SceneOptions, wait_for};
 const MOST: usize = 10;
 /// The backup of one in lockstep has 11, two of which feed its log and look how far that is executed, and another at times.
 const MOST_IN_LOCKSTEP: usize = 12;
-/// In lockstep the log has what the guest receives, and its reads go to this host's own disk unless it is told otherwise.
+/// The threads that there are not in lockstep: the log has what the guest receives, and its reads
+/// go to this host's own disk unless it is told otherwise.
 const NOT_IN_LOCKSTEP: [&str; 2] = ["inbound", "reads"];
 
 /// The map: names of threads by the group that they are of; `N` is a number.

@@ -15,16 +15,16 @@ const MOST_PAGES: u64 = 10_000;
 const MAKE_NOISE: &str = "for i in 1 2; do dd if=/dev/urandom of=/tmp/$i bs=64k count=300; done";
 /// Writes 20 MB of it over and over, as fast as the guest can.
 const LOAD: &str = "while :; do cat /tmp/1 > /tmp/out; cat /tmp/2 > /tmp/out; done";
-/// As much at once, and then nothing until the link is idle again, over and over. Never the same
-/// twice: a page that is written as it was costs the link nothing.
+/// Writes as much at once, and then nothing until the link is idle again, over and over. Never the
+/// same twice: a page that is written as it was costs the link nothing.
 const BURSTS: &str = "while :; do for i in 1 2; do cat /tmp/$i > /tmp/out; sleep 3; done; done";
 
-/// What `status` says of the guest's throttle.
+/// The part of `status` about the guest's throttle.
 fn throttle(scene: &Scene) -> Result<Value> {
     Ok(scene.status("a")?["throttle"].clone())
 }
 
-/// Which of a guest's bursts meets the end of an epoch is chance: it gets many.
+/// Time for many of a guest's bursts: which of them meets the end of an epoch is chance.
 const PATIENCE: Duration = Duration::from_secs(180);
 
 fn await_throttle(scene: &Scene, what: &str, wanted: impl Fn(&Value) -> bool) -> Result<Value> {

@@ -31,7 +31,7 @@ fn tpm_says(shell: &mut GuestShell, command: &str) -> Result<String> {
     code.with_context(|| format!("the TPM says {said:?}"))
 }
 
-/// What a host has of the guest's TPM.
+/// The state that a host has of the guest's TPM.
 fn state_of(scene: &Scene, host: &str, file: &str) -> Result<Vec<u8>> {
     let path = scene.host(host)?.directory().join("state").join(VM).join(file);
     fs::read(&path).with_context(|| path.display().to_string())

@@ -227,7 +227,7 @@ fn keepers_of_an_older_program_go_on_under_this_ones_daemons_and_are_replaced() 
 /// Names a QEMU of another patch release than the installed one.
 const OTHER_QEMU: &str = "UNDERSTUDY_OTHER_QEMU";
 
-/// Either takes over from the other, whose release is older or newer.
+/// Hosts take over from each other, whose release is older or newer.
 #[test]
 #[ignore = "needs a second QEMU, UNDERSTUDY_OTHER_QEMU; `make test-kvm` plays it"]
 fn hosts_of_two_patch_releases_of_qemu_protect_each_other() {

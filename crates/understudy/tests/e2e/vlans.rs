@@ -27,7 +27,8 @@ const MAC_IN_OTHER: &str = "02:00:00:00:00:30";
 
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Both hosts' bridges filter, and let both VLANs through to the switch, where the client is in both.
+/// Lays bridges on both hosts that filter, and let both VLANs through to the switch, where the
+/// client is in both.
 fn lay(scene: &Scene) -> Result<()> {
     for host in ["a", "b"] {
         let namespace = scene.lab().host(host)?;
@@ -72,11 +73,11 @@ fn vlans() -> SceneOptions {
     SceneOptions { booted: false, ..options().calm() }
 }
 
-/// What the host that runs the guest lets through to it.
+/// The frames that the host that runs the guest lets through to it.
 struct Ears {
     own: Watcher,
     other: Watcher,
-    /// What comes to the host at all.
+    /// The frames that come to the host at all.
     arrived: Watcher,
 }
 

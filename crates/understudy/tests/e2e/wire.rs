@@ -14,7 +14,7 @@ use understudy_lab::{RecordClient, Scene, wait_for};
 use understudy_protocol::Epoch;
 use understudy_protocol::wire::{HEADER_BYTES, Header, Kind, Message};
 
-/// Where a header's fields are (docs/WIRE.md).
+/// The offsets of a header's fields (docs/WIRE.md).
 const KIND: usize = 4;
 const LENGTH: usize = 8;
 const EPOCH: usize = 12;

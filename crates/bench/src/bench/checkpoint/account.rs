@@ -1,4 +1,4 @@
-//! What each thread of some processes has done, as the kernel counts it.
+//! Account of what each thread of some processes has done, as the kernel counts it.
 
 use anyhow::{Context, Result};
 use serde::Serialize;
@@ -19,7 +19,7 @@ pub struct Process {
 /// Process and name of a thread; threads of one name are counted together.
 pub type ThreadName = (&'static str, String);
 
-/// What a thread has done since it was started.
+/// Work that a thread has done since it was started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Done {
     /// Nanoseconds that it ran.
@@ -33,7 +33,7 @@ pub struct Done {
 }
 
 impl Done {
-    /// What it did after `before`.
+    /// Work that it did after `before`.
     fn since(self, before: Done) -> Done {
         Done {
             ran_ns: self.ran_ns.saturating_sub(before.ran_ns),
@@ -74,7 +74,7 @@ impl Account {
         Ok(account)
     }
 
-    /// What was done since `before`, by the threads' names; what has done nothing is left out.
+    /// Work that was done since `before`, by the threads' names; what has done nothing is left out.
     pub fn since(&self, before: &Account) -> BTreeMap<ThreadName, Done> {
         let mut sums: BTreeMap<ThreadName, Done> = BTreeMap::new();
         for (key, done) in &self.0 {

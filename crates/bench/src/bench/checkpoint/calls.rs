@@ -14,7 +14,7 @@ pub struct CallCount {
 }
 
 impl CallCount {
-    /// Begins. Each call costs a little more meanwhile.
+    /// Begins to count: each call costs a little more meanwhile.
     pub fn begin(processes: &[Process]) -> Result<CallCount> {
         let pids: Vec<String> = processes.iter().map(|process| process.pid.to_string()).collect();
         let mut command = Command::new("perf");
@@ -44,7 +44,7 @@ impl CallCount {
     }
 }
 
-/// Whose each thread is.
+/// Names of the threads, by their ids.
 fn threads(processes: &[Process]) -> BTreeMap<u32, ThreadName> {
     let mut threads = BTreeMap::new();
     for Process { name, pid } in processes {

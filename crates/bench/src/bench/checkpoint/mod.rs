@@ -31,36 +31,36 @@ use understudy_report::{CheckpointTiming, ProtectRequest};
 /// The first checkpoints of a load are not measured: its memory comes into being.
 const WARM_UP: Duration = Duration::from_secs(2);
 
-/// What one round measured; `--json` prints a list of these.
+/// Figures that one round measured; `--json` prints a list of these.
 #[derive(Clone, Debug, Serialize)]
 pub struct Round {
-    /// What ran in the guest.
+    /// Load that ran in the guest.
     pub load: String,
     /// Checkpoints that were committed meanwhile.
     pub checkpoints: u64,
-    /// How long it took.
+    /// Seconds that it took.
     pub seconds: f64,
-    /// Pages that a checkpoint copied in its pause …
+    /// Pages that a checkpoint copied in its pause.
     pub pages: f64,
-    /// … and before it.
+    /// Pages that it copied before it.
     pub precopied_pages: f64,
     /// Bytes to the backup for each checkpoint.
     pub bytes: f64,
-    /// The pause in milliseconds, at the median …
+    /// Pause in milliseconds, at the median.
     pub pause_p50_ms: f64,
-    /// … and the 99th percentile.
+    /// Pause in milliseconds, at the 99th percentile.
     pub pause_p99_ms: f64,
-    /// From the end of the pause to the backup's acknowledgement, at the median …
+    /// Milliseconds from the end of the pause to the backup's acknowledgement, at the median.
     pub commit_p50_ms: f64,
-    /// … and the 99th percentile.
+    /// Milliseconds from the one to the other, at the 99th percentile.
     pub commit_p99_ms: f64,
     /// The workload's own figure, if one ran.
     pub figure: Option<f64>,
-    /// What each thread did for each checkpoint.
+    /// Work that each thread did for each checkpoint.
     pub threads: Vec<Thread>,
 }
 
-/// What the threads of one name in one process did for each checkpoint, on average.
+/// Work that the threads of one name in one process did for each checkpoint, on average.
 #[derive(Clone, Debug, Serialize)]
 pub struct Thread {
     /// The process.

@@ -1,4 +1,4 @@
-//! What the daemon tells of the log while a guest in lockstep is measured.
+//! Figures that the daemon tells of the log while a guest in lockstep is measured.
 
 use crate::bench::suite::statistics::quantile;
 use crate::bench::words;
@@ -10,15 +10,15 @@ use std::time::{Duration, Instant};
 use understudy_client::Client;
 use understudy_report::{Protection, VmStatus};
 
-/// How often the lag is looked at.
+/// Time between two looks at the lag.
 const GLANCE: Duration = Duration::from_millis(50);
 
-/// What the daemon counted of the log during a step.
+/// Figures that the daemon counted of the log during a step.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct LogFigures {
     /// Millions of bits a second that went to the backup.
     pub mbit_s: f64,
-    /// How far the backup was behind, in milliseconds: the median.
+    /// Lag of the backup, in milliseconds: the median.
     pub lag_ms_p50: f64,
     /// The 99th percentile.
     pub lag_ms_p99: f64,

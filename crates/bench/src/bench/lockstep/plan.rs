@@ -1,4 +1,4 @@
-//! What is measured, in which variants, and when.
+//! Plan of what is measured, in which variants, and when.
 
 use crate::bench::suite::plan::rotated;
 use crate::bench::workloads::Workload;
@@ -6,7 +6,7 @@ use clap::ValueEnum;
 use serde::Serialize;
 use std::fmt;
 
-/// What is measured.
+/// Subject that is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Subject {
@@ -33,7 +33,7 @@ pub enum Subject {
 }
 
 impl Subject {
-    /// What of the suite runs in the guest, or against it.
+    /// Workload of the suite that runs in the guest, or against it.
     pub fn workload(self) -> Option<Workload> {
         Some(match self {
             Subject::Cpu => Workload::Cpu,
@@ -47,7 +47,7 @@ impl Subject {
         })
     }
 
-    /// How the guest is kept while it is measured.
+    /// Ways in which the guest is kept while it is measured.
     fn variants(self) -> &'static [Variant] {
         match self {
             Subject::Idle => &[Variant::Lockstep],
@@ -68,7 +68,7 @@ impl Subject {
     }
 }
 
-/// How the guest is kept while it works.
+/// Way in which the guest is kept while it works.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Variant {
@@ -94,15 +94,15 @@ pub enum Variant {
 /// One measurement to make.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// From 1.
+    /// Number of the round, from 1.
     pub round: u32,
-    /// What is measured.
+    /// Subject that is measured.
     pub subject: Subject,
-    /// How the guest is kept.
+    /// Way in which the guest is kept.
     pub variant: Variant,
 }
 
-/// Round by round, each subject in each of its variants, one after the other. Nothing asked
+/// Steps, round by round: each subject in each of its variants, one after the other. Nothing asked
 /// for is everything.
 pub fn plan(subjects: &[Subject], variants: &[Variant], runs: u32) -> Vec<Step> {
     let wanted = |variant: &Variant| variants.is_empty() || variants.contains(variant);
@@ -139,7 +139,7 @@ impl fmt::Display for Step {
     }
 }
 
-/// As on the command line; the JSON has the same names.
+/// Name as on the command line; the JSON has the same names.
 fn name(value: &impl ValueEnum) -> String {
     value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
 }

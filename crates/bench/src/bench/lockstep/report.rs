@@ -11,18 +11,18 @@ use crate::bench::workloads::{Better, Scale, TRANSFER, Workload};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// What is aimed at.
+/// Ratio that is aimed at.
 pub const LEAST_RATIO: f64 = 0.95;
-/// Of an idle guest, in Mbit/s.
+/// Most log of an idle guest, in Mbit/s.
 pub const MOST_IDLE_LOG: f64 = 0.5;
-/// Of a workload that does not receive much, in Mbit/s.
+/// Most log of a workload that does not receive much, in Mbit/s.
 pub const MOST_LOG: f64 = 20.0;
 /// The 99th percentile, in milliseconds.
 pub const MOST_LAG_MS: f64 = 100.0;
 /// The median, in milliseconds.
 pub const MOST_ADDED_MS: f64 = 1.5;
 
-/// Under which conditions the figures are to be read.
+/// Conditions under which the figures are to be read.
 const CONDITIONS: &[&str] = &[
     "both hosts, both QEMUs and the clients share this machine's processors",
     "tcg and icount: QEMU with a tap and a raw file; icount: as lockstep's, without a log",
@@ -35,13 +35,13 @@ const CONDITIONS: &[&str] = &[
 /// Everything that was found; `--json` prints it as it is.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// What was measured on.
+    /// Machine on which everything was measured.
     pub machine: Machine,
     /// The program, the agent and the guest's image: a hash over all of them.
     pub build: String,
     /// `full` or `quick`.
     pub scale: String,
-    /// How to read it.
+    /// Conditions under which to read it.
     pub conditions: &'static [&'static str],
     /// The shape of VMware FT's table 1.
     pub workloads: BTreeMap<Subject, Row>,
@@ -49,13 +49,13 @@ pub struct Report {
     pub idle_log_mbit_s: Option<f64>,
     /// The shape of its table 2.
     pub network: BTreeMap<Subject, Link>,
-    /// Round trips, in milliseconds.
+    /// Times of round trips, in milliseconds.
     pub latency: Option<Latency>,
     /// A file read from the disk, in millions of bytes a second.
     pub disk_reads: Option<DiskReads>,
     /// Processes that wanted to run in the last minute, at the end.
     pub load_average: Option<f64>,
-    /// What could not be measured, and why.
+    /// Measurements that failed, and why.
     pub errors: Vec<String>,
 }
 
@@ -70,13 +70,13 @@ pub struct Row {
     pub ratio_to_pair: Option<f64>,
     /// Its log, in millions of bits a second.
     pub log_mbit_s: Option<f64>,
-    /// How far the backup was behind, in milliseconds: the median.
+    /// Lag of the backup, in milliseconds: the median.
     pub lag_ms_p50: Option<f64>,
     /// The 99th percentile.
     pub lag_ms_p99: Option<f64>,
     /// The unit of the figures.
     pub unit: &'static str,
-    /// Which way they are good.
+    /// Direction in which they are good.
     pub better: Better,
     /// The figures.
     pub variants: BTreeMap<Variant, Runs>,
@@ -93,18 +93,18 @@ pub struct Runs {
     pub min: f64,
     /// The greatest.
     pub max: f64,
-    /// How many.
+    /// Number of runs.
     pub runs: usize,
 }
 
 /// One TCP connection, one way; in millions of bits a second.
 #[derive(Clone, Debug, Serialize)]
 pub struct Link {
-    /// With counted instructions and no log.
+    /// Speed with counted instructions and no log.
     pub base: Option<f64>,
-    /// In lockstep.
+    /// Speed in lockstep.
     pub ft: Option<f64>,
-    /// On plain QEMU.
+    /// Speed on plain QEMU.
     pub tcg: Option<f64>,
     /// Ratio and log; the figures are seconds.
     #[serde(flatten)]
@@ -131,9 +131,9 @@ pub struct Reads {
     /// Speeds.
     #[serde(flatten)]
     pub runs: Runs,
-    /// What went to the backup, in lockstep.
+    /// Log that went to the backup, in lockstep.
     pub log_mbit_s: Option<f64>,
-    /// How far the backup was behind, in milliseconds: the median.
+    /// Lag of the backup, in milliseconds: the median.
     pub lag_ms_p50: Option<f64>,
     /// The 99th percentile.
     pub lag_ms_p99: Option<f64>,
@@ -142,16 +142,16 @@ pub struct Reads {
 /// Request and response, one after the other, in milliseconds.
 #[derive(Clone, Debug, Serialize)]
 pub struct Latency {
-    /// What lockstep adds at the median to an idle guest with counted instructions.
+    /// Time that lockstep adds at the median to an idle guest with counted instructions.
     pub added_by_lockstep_ms: Option<f64>,
-    /// What checkpoints add at the median to an idle guest on plain QEMU.
+    /// Time that checkpoints add at the median to an idle guest on plain QEMU.
     pub added_by_checkpoints_ms: Option<f64>,
     /// Medians of `p50_idle`, `p99_idle`, `p50_load`, `p99_load`.
     pub variants: BTreeMap<Variant, BTreeMap<&'static str, f64>>,
 }
 
 impl Report {
-    /// Of all samples.
+    /// Report of all samples.
     pub fn of(run: &Run, scale: Scale, samples: &[Sample]) -> Report {
         let mut report = Report {
             machine: run.machine.clone(),
@@ -197,7 +197,7 @@ impl Report {
     }
 }
 
-/// What was measured of one subject.
+/// Measurements of one subject.
 type Taking<'a> = Vec<(Variant, &'a Taken)>;
 
 fn taken(sample: &Sample, subject: Subject) -> Option<(Variant, &Taken)> {

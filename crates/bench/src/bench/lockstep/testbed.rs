@@ -23,10 +23,10 @@ use understudy_lab::scene::{GuestKind, VM};
 use understudy_lab::{GUEST_ADDRESS, PlainGuest, PlainOptions, Scene};
 use understudy_report::{DiskReads, Mode, ProtectRequest};
 
-/// For so long an idle guest is looked at.
+/// Time for which an idle guest is looked at.
 const IDLE: Duration = Duration::from_secs(10);
 
-/// What a step measured.
+/// Figures that a step measured.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Taken {
     /// The workload's figures; none of an idle guest.
@@ -36,7 +36,7 @@ pub struct Taken {
 }
 
 impl Taken {
-    /// For the progress.
+    /// Words for the progress.
     pub fn words(&self) -> String {
         let figure = self.sample.as_ref().map(|sample| number(sample.value));
         let log = self.log.map(|log| {
@@ -59,7 +59,7 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// With the guests' files in `guest`, if not in the usual place.
+    /// Bench with the guests' files in `guest`, if not in the usual place.
     pub fn new(guest: Option<PathBuf>, scale: Scale) -> Bench {
         Bench { guest, scale, testbed: None }
     }
@@ -85,7 +85,7 @@ impl Bench {
 
 /// A guest that was booted.
 enum Guest {
-    /// On plain QEMU.
+    /// Guest on plain QEMU.
     Plain(Box<PlainGuest>),
     /// The daemon's, unprotected while it is not measured.
     Managed(Managed),
@@ -295,7 +295,7 @@ impl Testbed {
     }
 }
 
-/// How the daemon protects the guest of a variant.
+/// Mode in which the daemon protects the guest of a variant.
 fn mode(variant: Variant) -> Mode {
     match variant {
         Variant::Lockstep | Variant::LockstepLog => Mode::Lockstep,
@@ -303,7 +303,7 @@ fn mode(variant: Variant) -> Mode {
     }
 }
 
-/// Where the backup of a variant gets what its guest reads from its disks.
+/// Source from which the backup of a variant gets what its guest reads from its disks.
 fn disk_reads(variant: Variant) -> DiskReads {
     match variant {
         Variant::LockstepLog => DiskReads::Log,

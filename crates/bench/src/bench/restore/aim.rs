@@ -1,4 +1,4 @@
-//! What is aimed at.
+//! Aims: what is to be reached.
 
 use crate::bench::suite::table::number;
 use serde::Serialize;
@@ -6,9 +6,9 @@ use serde::Serialize;
 /// One thing that is aimed at.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Aim {
-    /// What.
+    /// Words for what is aimed at.
     pub what: String,
-    /// What was measured.
+    /// Value that was measured.
     pub measured: f64,
     /// Whether that is enough.
     pub reached: bool,

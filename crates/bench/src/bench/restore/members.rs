@@ -19,20 +19,20 @@ use understudy_report::cluster::{RestoreReport, RestoreRequest, SnapshotReport, 
 const GROUP: &str = "group";
 /// Guests boot one or a few at a time: so many.
 const BOOT_AT_ONCE: usize = 2;
-/// For a guest to boot beside others, under emulation.
+/// Time for a guest to boot beside others, under emulation.
 const BOOT_LIMIT: Duration = Duration::from_secs(180);
-/// For an answer of a guest that is being restored.
+/// Time for an answer of a guest that is being restored.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
 /// The first member's address; all are below the client's.
 const FIRST_ADDRESS: u8 = 60;
 /// More have no addresses.
 pub const MOST: usize = 40;
 
-/// What a group is made of.
+/// Shape of a group.
 pub struct Shape<'a> {
-    /// Which of the guests.
+    /// Kind of its guests.
     pub kind: GuestKind,
-    /// How many guests.
+    /// Number of guests.
     pub members: usize,
     /// Memory of each in MiB.
     pub memory_mib: u32,
@@ -76,7 +76,7 @@ impl Members {
         Ok(members)
     }
 
-    /// How many.
+    /// Number of guests.
     pub fn count(&self) -> usize {
         self.homes.len()
     }

@@ -84,7 +84,7 @@ fn measure(args: &BenchRestoreArgs, section: Section, report: &mut Report) -> an
     Ok(())
 }
 
-/// How often a section's measurements are made.
+/// Number of times that a section's measurements are made.
 fn runs(args: &BenchRestoreArgs, usual: u32) -> u32 {
     args.runs.unwrap_or(if args.quick { 1 } else { usual })
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use understudy_lab::scene::{ECHO_PORT, SHELL_PORT};
 use understudy_lab::{GuestShell, PlainGuest, PlainOptions, SceneOptions};
 
-/// For the load to have touched what it touches, and to be what it is for long.
+/// Time for the load to have touched what it touches, and to be what it is for long.
 const SETTLE: Duration = Duration::from_secs(3);
 
 /// Both guests.
@@ -23,21 +23,21 @@ pub struct Pair {
     stage: Stage,
 }
 
-/// What plain QEMU took to save its guest and have it back. Times are in milliseconds.
+/// Times that plain QEMU took to save its guest and have it back. Times are in milliseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Plain {
-    /// Saved: for as long the guest stands still.
+    /// Time of saving: for as long the guest stands still.
     pub saved_ms: f64,
-    /// Loaded again; without QEMU's start.
+    /// Time of loading it again; without QEMU's start.
     pub loaded_ms: f64,
-    /// Until the guest answered a request; with QEMU's start, where one is started.
+    /// Time until the guest answered a request; with QEMU's start, where one is started.
     pub answer_ms: f64,
     /// Bytes of the file.
     pub bytes: u64,
 }
 
 impl Plain {
-    /// For the progress.
+    /// Words for the progress.
     pub fn words(&self) -> String {
         format!("stood still for {:.0} ms, loaded in {:.0} ms", self.saved_ms, self.loaded_ms)
     }

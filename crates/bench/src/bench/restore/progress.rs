@@ -1,4 +1,4 @@
-//! How far it is: a bar on a terminal, plain lines elsewhere.
+//! Progress of a section: a bar on a terminal, plain lines elsewhere.
 
 use indicatif::{ProgressBar, ProgressStyle};
 use std::cell::Cell;
@@ -8,7 +8,7 @@ use std::time::Duration;
 const TEMPLATE: &str = "[{bar:30}] {pos}/{len}  {msg}";
 const TICK: Duration = Duration::from_secs(1);
 
-/// On stderr.
+/// Progress on stderr.
 pub struct Progress {
     /// None where no bar can be drawn.
     bar: Option<ProgressBar>,
@@ -18,7 +18,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Of a section with so many steps.
+    /// Progress of a section with so many steps.
     pub fn new(section: &'static str, steps: usize) -> Progress {
         let style = ProgressStyle::with_template(TEMPLATE).expect("the template is well-formed");
         let bar = io::stderr().is_terminal().then(|| {

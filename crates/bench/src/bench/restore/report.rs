@@ -10,7 +10,7 @@ use std::fmt::Write;
 use std::path::Path;
 use understudy_qemu::Capabilities;
 
-/// What runs all guests.
+/// Program that runs all guests.
 const QEMU: &str = "qemu-system-x86_64";
 const ACCELERATOR: &str = "tcg";
 
@@ -18,7 +18,7 @@ const ACCELERATOR: &str = "tcg";
 /// clock. What was not asked for is not there.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// What was measured on.
+    /// Machine on which everything was measured.
     pub machine: Machine,
     /// Megabytes a second that came from the store of each host; as many as it gave if nothing is
     /// said.
@@ -26,10 +26,10 @@ pub struct Report {
     /// One VM.
     #[serde(flatten)]
     pub modes: Option<modes::Report>,
-    /// Queues.
+    /// Findings on queues.
     #[serde(flatten)]
     pub queue: Option<queue::Report>,
-    /// Groups.
+    /// Findings on groups.
     #[serde(flatten)]
     pub group: Option<group::Report>,
     /// A service's first answers.
@@ -38,19 +38,19 @@ pub struct Report {
     /// A distributed compile.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub distcc: Option<distcc::Report>,
-    /// What a snapshot costs.
+    /// Costs of a snapshot.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cost: Option<cost::Report>,
-    /// What is aimed at, and whether it was reached.
+    /// Aims, and whether they were reached.
     pub aims: Vec<Aim>,
-    /// What could not be measured.
+    /// Measurements that failed.
     pub failures: Vec<String>,
     /// Processes that wanted to run in the last minute, at the end.
     pub load_average: Option<f64>,
 }
 
 impl Report {
-    /// Of nothing yet.
+    /// Report of nothing yet.
     pub fn new(args: &BenchRestoreArgs) -> Report {
         let version = Capabilities::probe(Path::new(QEMU));
         let version =

@@ -14,24 +14,24 @@ use understudy_report::cluster::{RestoreReport, RestoreRequest, SnapshotRequest}
 use understudy_report::traces;
 use understudy_snapshot::{Area, SnapshotNumber, Store, WorkingSet};
 
-/// For a guest to be gone, or to answer.
+/// Time for a guest to be gone, or to answer.
 pub const LIMIT: Duration = Duration::from_secs(60);
-/// Where what is read is slowed down.
+/// Variable by which what is read is slowed down.
 const SPEED: &str = "UNDERSTUDY_STORE_SPEED";
 
-/// What a snapshot took, and what it has.
+/// Figures of a snapshot: what it took, and what it has.
 pub struct Taken {
     /// Its number.
     pub number: SnapshotNumber,
-    /// For how long it stopped the guest, in milliseconds.
+    /// Time for which it stopped the guest, in milliseconds.
     pub pause_ms: f64,
-    /// From the command to its end, in milliseconds.
+    /// Time from the command to its end, in milliseconds.
     pub took_ms: f64,
     /// Pages of main memory that have content.
     pub pages: u64,
     /// First accesses after it, and the working set that was made of them.
     pub working_set: WorkingSet,
-    /// What sampling in normal running says of it, if there was any.
+    /// Estimate by sampling in normal running, if there was any.
     pub sampled: Option<u64>,
 }
 
@@ -121,13 +121,13 @@ fn subject() -> Subject {
     Subject::Vm(literal(VM))
 }
 
-/// Where snapshots of a laboratory go.
+/// Store of a laboratory's snapshots.
 pub fn store_of(scene: &Scene) -> String {
     scene.lab().directory().join("store").display().to_string()
 }
 
-/// With daemons that read so slowly, write traces, and do not suspect each other of death while
-/// all of this machine is busy.
+/// Options with daemons that read so slowly, write traces, and do not suspect each other of death
+/// while all of this machine is busy.
 pub fn equipped(
     options: SceneOptions,
     store_mb_s: Option<f64>,
@@ -143,13 +143,14 @@ pub fn equipped(
     options
 }
 
-/// What is restored after a failure comes from the device. Not everybody may do it.
+/// Drops the caches: what is restored after a failure comes from the device. Not everybody may do
+/// it.
 pub fn drop_caches() {
     nix::unistd::sync();
     let _: std::io::Result<()> = std::fs::write("/proc/sys/vm/drop_caches", "3");
 }
 
-/// In milliseconds.
+/// Milliseconds of a time.
 pub fn ms(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }

@@ -6,7 +6,7 @@ use plotters::prelude::*;
 
 const WIDTH: u32 = 560;
 const HEIGHT: u32 = 320;
-/// What a category takes of the width, at least.
+/// Width that a category takes, at least.
 const CATEGORY: u32 = 80;
 /// One colour a series: grey for what others have published.
 const THEIRS: RGBColor = RGBColor(150, 150, 150);
@@ -20,15 +20,15 @@ const OURS: [RGBColor; 4] = [
 /// Origin of a series.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Whose {
-    /// Published by others.
+    /// Figures published by others.
     Theirs,
-    /// Measured by the suite.
+    /// Figures measured by the suite.
     Ours,
 }
 
 /// Bars of one colour: a value for each category, as far as there is one.
 pub struct Bars {
-    /// For the legend.
+    /// Label for the legend.
     pub label: String,
     /// Decides the colour.
     pub whose: Whose,
@@ -38,7 +38,7 @@ pub struct Bars {
 
 /// A line.
 pub struct Line {
-    /// For the legend.
+    /// Label for the legend.
     pub label: String,
     /// Decides the colour.
     pub whose: Whose,
@@ -48,11 +48,11 @@ pub struct Line {
 
 /// The words around a plot.
 pub struct Words<'a> {
-    /// Above it.
+    /// Words above it.
     pub title: &'a str,
-    /// Below it.
+    /// Words below it.
     pub x: &'a str,
-    /// Beside it.
+    /// Words beside it.
     pub y: &'a str,
 }
 

@@ -13,12 +13,12 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use understudy_encoding::DEFAULT_CACHE_PAGES;
 
-/// How often each figure is measured. What is measured is always the same.
+/// Choice of how often each figure is measured. What is measured is always the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Repetitions {
-    /// As often as the report of the whole suite has it.
+    /// Times as often as the report of the whole suite has it.
     All,
-    /// For a first look.
+    /// Few times, for a first look.
     Few,
 }
 
@@ -52,7 +52,7 @@ const PAUSE_POINTS: [u64; 5] = [0, 100, 1_000, 10_000, 50_000];
 const COMPRESSION_SECONDS: u64 = 10;
 /// The guest whose pause is measured.
 const PAUSE_MEMORY_MIB: u32 = 512;
-/// As often as in Remus's figure.
+/// Rate, as often as in Remus's figure.
 const COMPRESSION_HZ: u32 = 20;
 
 /// Measures a subject that has a laboratory of its own.

@@ -166,7 +166,7 @@ fn against_papers(report: &Report, subject: Subject) -> Result<Option<String>> {
     charts::bars(&words, &categories, &groups, Some(1.0)).map(Some)
 }
 
-/// How much longer the compilation takes, in percent.
+/// Chart of how much longer the compilation takes, in percent.
 fn compile_overhead(report: &Report) -> Result<Option<String>> {
     let percent = |ratio: f64| (1.0 / ratio - 1.0) * 100.0;
     let rates = &COMPARED[..4];

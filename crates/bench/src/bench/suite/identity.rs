@@ -1,4 +1,4 @@
-//! What measurements belong together: the build, the guest, the machine.
+//! Identity of measurements that belong together: the build, the guest, the machine.
 
 use super::store::Run;
 use crate::bench::machine::Machine;

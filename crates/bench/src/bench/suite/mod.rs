@@ -103,7 +103,7 @@ fn variants(args: &SuiteArgs) -> Vec<Variant> {
     chosen(all, &args.variants)
 }
 
-/// Of `all`, in that order; all if nothing was asked for.
+/// Choice of `all`, in that order; all if nothing was asked for.
 fn chosen<T: Copy + PartialEq>(all: &[T], asked: &[T]) -> Vec<T> {
     all.iter().copied().filter(|one| asked.is_empty() || asked.contains(one)).collect()
 }

@@ -1,4 +1,4 @@
-//! What others have published, and what is aimed at.
+//! Figures that others have published, and what is aimed at.
 //!
 //! The figures are those that the papers state in their text and tables; where a paper has
 //! only the best or worst of its rates in words, only that rate is here.
@@ -23,13 +23,13 @@ pub struct Published {
     pub source: &'static str,
     /// Its variant, in our names.
     pub variant: Variant,
-    /// Beside the unprotected guest: 1 is as fast, less is slower.
+    /// Ratio beside the unprotected guest: 1 is as fast, less is slower.
     pub ratio: f64,
-    /// As it stands in the paper.
+    /// Text as it stands in the paper.
     pub text: &'static str,
 }
 
-/// What the papers have about a subject, in the order of the variants.
+/// Figures that the papers have about a subject, in the order of the variants.
 pub fn published(subject: Subject) -> Vec<Published> {
     use Variant::{Adaptive, Hz10, Hz20, Hz30, Hz40, NoBuffer};
     let udesc = |variant, ratio, text| Published { source: UDESC, variant, ratio, text };
@@ -93,7 +93,7 @@ pub fn published(subject: Subject) -> Vec<Published> {
     }
 }
 
-/// What the papers say about a subject that is no ratio of a protected guest.
+/// Words of the papers about a subject that is no ratio of a protected guest.
 pub fn remark(subject: Subject) -> Option<&'static str> {
     Some(match subject {
         Subject::Postmark => {
@@ -128,11 +128,11 @@ pub const REMUS_OUTAGE_MS: f64 = 1_000.0;
 /// Bytes of pages for each byte sent: Remus, section 3.4, with the cache of 8 192 pages.
 pub const REMUS_COMPRESSION: f64 = 10.0;
 
-/// What a figure is to be.
+/// Aim for a figure.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Aim {
-    /// Beside the unprotected guest, at least.
+    /// Ratio beside the unprotected guest, at least.
     Ratio(f64),
     /// More than the unprotected guest's by so many milliseconds at most.
     AddedMs(f64),
@@ -160,7 +160,7 @@ pub fn aim(subject: Subject, variant: Variant) -> Option<Aim> {
 }
 
 impl Aim {
-    /// In words.
+    /// Words for the aim.
     pub fn words(self) -> String {
         match self {
             Aim::Ratio(ratio) => format!("≥ {ratio}"),

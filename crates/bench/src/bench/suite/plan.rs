@@ -1,4 +1,4 @@
-//! What is measured when.
+//! Plan of what is measured when.
 
 use super::store::{Outcome, Sample};
 use super::variant::{Subject, Variant};
@@ -9,13 +9,13 @@ use std::time::Duration;
 pub struct Step {
     /// The round, from 1.
     pub round: u32,
-    /// What is measured.
+    /// Subject that is measured.
     pub subject: Subject,
-    /// How the guest is kept.
+    /// Way in which the guest is kept.
     pub variant: Variant,
 }
 
-/// Round by round, each workload in every variant, one after the other, so that what else
+/// Steps, round by round: each workload in every variant, one after the other, so that what else
 /// the machine does falls on all of them. Each workload and round begins with another
 /// variant. Figures with a laboratory of their own come once, after the first round.
 pub fn plan(subjects: &[Subject], variants: &[Variant], runs: u32) -> Vec<Step> {
@@ -41,7 +41,7 @@ pub fn rotated<V: Copy>(variants: &[V], first: usize) -> impl Iterator<Item = V>
     (0..variants.len()).map(move |n| variants[(first + n) % variants.len()])
 }
 
-/// What of `left` fits into `budget`, with what was spent before. Everything is measured once
+/// Steps of `left` that fit into `budget`, with what was spent before. Everything is measured once
 /// whatever it takes; after that a workload's round is begun only if it can be ended, so that
 /// all variants have it.
 pub fn affordable(left: Vec<Step>, samples: &[Sample], budget: Duration) -> Vec<Step> {

@@ -1,4 +1,4 @@
-//! How far the suite has come: a bar on a terminal, plain lines elsewhere.
+//! Progress of the suite: a bar on a terminal, plain lines elsewhere.
 
 use super::plan::Step;
 use super::store::{Outcome, Sample};
@@ -10,7 +10,7 @@ use std::time::Duration;
 const TEMPLATE: &str = "[{bar:30}] {pos}/{len}  {msg}";
 const TICK: Duration = Duration::from_secs(1);
 
-/// On stderr.
+/// Progress on stderr.
 pub struct Progress {
     /// None where no bar can be drawn.
     bar: Option<ProgressBar>,
@@ -18,7 +18,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Of so many steps.
+    /// Progress of so many steps.
     pub fn new(steps: usize) -> Progress {
         let style = ProgressStyle::with_template(TEMPLATE).expect("the template is well-formed");
         let bar = io::stderr().is_terminal().then(|| {

@@ -12,11 +12,11 @@ use understudy_lab::wait_for;
 use understudy_report::ErrorKind;
 use understudy_report::{CheckpointTiming, ProtectRequest, Protection, VmStatus};
 
-/// For the first synchronisation of a guest, on a busy machine.
+/// Time for the first synchronisation of a guest, on a busy machine.
 const SYNC_LIMIT: Duration = Duration::from_secs(180);
-/// For the backup to have forgotten a guest.
+/// Time for the backup to have forgotten a guest.
 const FORGET_LIMIT: Duration = Duration::from_secs(60);
-/// How often the daemons are looked at while the guest is not measured.
+/// Time between two looks at the daemons while the guest is not measured.
 const GLANCE: Duration = Duration::from_millis(50);
 /// The first checkpoints after a synchronisation are larger than those to come.
 const SETTLE: Duration = Duration::from_secs(1);
@@ -64,12 +64,12 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Begins; the guest is protected.
+    /// Begins to watch; the guest is protected.
     pub fn begin(primary: &Client) -> Result<Watch> {
         Ok(Watch { before: primary.vm_status(VM).map_err(words)?, begun: Instant::now() })
     }
 
-    /// What the daemon did since. An error if the guest was not protected all the time: the
+    /// Work that the daemon did since. An error if the guest was not protected all the time: the
     /// workload's figure would be of something else.
     pub fn end(self, primary: &Client) -> Result<Stretch> {
         let (after, took) = (primary.vm_status(VM).map_err(words)?, self.begun.elapsed());
@@ -80,16 +80,16 @@ impl Watch {
     }
 }
 
-/// What the daemon did while the guest was protected, from one moment to another.
+/// Work that the daemon did while the guest was protected, from one moment to another.
 #[derive(Debug)]
 pub struct Stretch {
     /// Checkpoints that were committed.
     pub checkpoints: u64,
     /// Bytes to the backup.
     pub sent: u64,
-    /// How long it took.
+    /// Time that it took.
     pub took: Duration,
-    /// What is known of those checkpoints, the last ones at least.
+    /// Timings of those checkpoints, the last ones at least.
     pub timings: Vec<CheckpointTiming>,
 }
 

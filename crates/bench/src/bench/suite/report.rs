@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// What everybody who reads the figures must know.
+/// Conditions that everybody who reads the figures must know.
 fn conditions(run: &Run) -> Vec<&'static str> {
     let processors = if run.pinned {
         "The primary host has a processor of the machine to itself; the backup, the client and \
@@ -32,16 +32,16 @@ fn conditions(run: &Run) -> Vec<&'static str> {
 /// Everything that the suite found; `--json` prints it as it is.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// What was measured on, with versions.
+    /// Machine on which everything was measured, with versions.
     pub machine: Machine,
     /// The build: program, agent and guest image.
     pub build: String,
-    /// How often things were measured: `full`, or `quick` for less often.
+    /// Scale of how often things were measured: `full`, or `quick` for less often.
     pub scale: String,
     /// The commit that was checked out when the run began, with a `+` if files were changed;
     /// null if it is not known.
     pub commit: Option<String>,
-    /// What everybody who reads the figures must know.
+    /// Conditions that everybody who reads the figures must know.
     pub conditions: Vec<&'static str>,
     /// Each subject in each variant that was measured.
     pub workloads: BTreeMap<Subject, BTreeMap<Variant, Cell>>,
@@ -54,7 +54,7 @@ pub struct Cell {
     pub median: Option<f64>,
     /// Its unit.
     pub unit: Option<String>,
-    /// Which way it is good.
+    /// Direction in which it is good.
     pub better: Option<Better>,
     /// Half the distance between the least and the greatest run.
     pub spread: Option<f64>,
@@ -64,9 +64,9 @@ pub struct Cell {
     pub max: Option<f64>,
     /// Runs with a result.
     pub runs: usize,
-    /// Beside `unprotected`: 1 is as fast, less is slower.
+    /// Ratio beside `unprotected`: 1 is as fast, less is slower.
     pub ratio: Option<f64>,
-    /// Sent to the backup, in millions of bits a second.
+    /// Millions of bits a second that were sent to the backup.
     pub replication_mbit_s: Option<f64>,
     /// Checkpoints a second.
     pub checkpoints_per_s: Option<f64>,
@@ -81,7 +81,7 @@ pub struct Cell {
     /// The last error, if a run has no result because of it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-    /// What it is to be, and whether it is.
+    /// Aim for it, and whether it is reached.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub aim: Option<Judgement>,
     /// Medians of the workload's further figures.
@@ -102,7 +102,7 @@ pub struct Judgement {
 }
 
 impl Report {
-    /// Of all samples of a run.
+    /// Report of all samples of a run.
     pub fn of(run: &Run, samples: &[Sample]) -> Report {
         let mut sorted: BTreeMap<Subject, BTreeMap<Variant, Vec<&Sample>>> = BTreeMap::new();
         for sample in samples {

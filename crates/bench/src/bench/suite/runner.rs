@@ -1,4 +1,4 @@
-//! From the plan to the results file: one step after the other, failures included.
+//! Runs from the plan to the results file: one step after the other, failures included.
 
 use super::plan::{self, Step};
 use super::progress::Progress;

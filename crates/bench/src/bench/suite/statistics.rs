@@ -15,12 +15,12 @@ pub struct Summary {
     pub min: f64,
     /// The greatest.
     pub max: f64,
-    /// How many.
+    /// Number of values.
     pub runs: usize,
 }
 
 impl Summary {
-    /// Of `values`; none of nothing.
+    /// Summary of `values`; none of nothing.
     pub fn of(values: &[f64]) -> Option<Summary> {
         let mut sorted = values.to_vec();
         sorted.sort_by(f64::total_cmp);
@@ -52,7 +52,7 @@ pub fn quantile(values: &[f64], share: f64) -> Option<f64> {
     sorted.get(rank.clamp(1, sorted.len().max(1)) - 1).copied()
 }
 
-/// How fast `value` is beside `base`: 1 is as fast, less is slower, whichever way the
+/// Speed of `value` beside `base`: 1 is as fast, less is slower, whichever way the
 /// figure is good. None if one of them is nothing, which no ratio can be made of.
 pub fn ratio(value: f64, base: f64, better: Better) -> Option<f64> {
     let (above, below) = match better {

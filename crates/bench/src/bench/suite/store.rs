@@ -15,13 +15,13 @@ use std::path::{Path, PathBuf};
 /// The results file, in the suite's folder.
 pub const SAMPLES: &str = "samples.jsonl";
 
-/// What must be the same for measurements to belong together.
+/// Facts that must be the same for measurements to belong together.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Run {
     /// The program, the agent and the guest's image: a hash over all of them.
     pub build: String,
-    /// How often the pause, the compression and the fail-over are measured: `full`, or `quick`
-    /// for less often. The workloads are the same.
+    /// Scale of how often the pause, the compression and the fail-over are measured: `full`, or
+    /// `quick` for less often. The workloads are the same.
     pub scale: String,
     /// Whether the primary host had a processor to itself.
     #[serde(default)]
@@ -29,37 +29,37 @@ pub struct Run {
     /// The commit that was checked out when the run began, with a `+` if files were changed.
     #[serde(default)]
     pub commit: Option<String>,
-    /// What was measured on, with versions.
+    /// Machine on which everything was measured, with versions.
     pub machine: Machine,
 }
 
 /// One measurement: the `run`-th of a subject in a variant.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Sample {
-    /// What was measured.
+    /// Subject that was measured.
     pub subject: Subject,
-    /// How the guest was kept.
+    /// Way in which the guest was kept.
     pub variant: Variant,
     /// The round of the suite, from 1.
     pub round: u32,
     /// Seconds since 1970 when it ended.
     pub at: u64,
-    /// How long it took with all that it needs (protecting, forgetting).
+    /// Seconds that it took with all that it needs (protecting, forgetting).
     pub took_seconds: f64,
     /// Processes that wanted to run in the last minute, at the end.
     pub load_average: Option<f64>,
-    /// What came of it.
+    /// Outcome of it.
     #[serde(flatten)]
     pub outcome: Outcome,
 }
 
-/// What came of a measurement.
+/// Outcome of a measurement.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Outcome {
-    /// It has a figure.
+    /// The measurement has a figure.
     Measured(Measured),
-    /// It has none, for this reason. `last` if it is not tried again.
+    /// The measurement has none, for this reason. `last` if it is not tried again.
     Failed {
         /// The error.
         error: String,
@@ -68,30 +68,30 @@ pub enum Outcome {
     },
 }
 
-/// What a workload says, and what its protection was like meanwhile.
+/// Figures of a workload, and of its protection meanwhile.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Measured {
     /// The figure.
     pub value: f64,
     /// Its unit.
     pub unit: String,
-    /// Which way it is good.
+    /// Direction in which it is good.
     pub better: Better,
     /// Further figures, by name.
     #[serde(default)]
     pub details: BTreeMap<String, f64>,
-    /// Of a protected guest.
+    /// Figures of a protected guest.
     #[serde(default)]
     pub protection: Option<ProtectionFigures>,
-    /// Whatever else belongs to the figure: tables, distributions.
+    /// Data that belong to the figure, too: tables, distributions.
     #[serde(default)]
     pub extra: Value,
 }
 
-/// What the daemon counted while a workload ran.
+/// Figures that the daemon counted while a workload ran.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ProtectionFigures {
-    /// Sent to the backup, in millions of bits a second.
+    /// Millions of bits a second that were sent to the backup.
     pub replication_mbit_s: f64,
     /// Checkpoints committed a second.
     pub checkpoints_per_s: f64,
@@ -108,18 +108,18 @@ pub struct Store {
     samples: Vec<Sample>,
 }
 
-/// How a store began.
+/// Beginning of a store.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Beginning {
-    /// There was nothing, or it was not wanted.
+    /// Nothing was there, or it was not wanted.
     New,
-    /// There were measurements of the same run.
+    /// Measurements of the same run were there.
     Resumed,
-    /// What was there is of another run; it was kept under this name.
+    /// Measurements of another run were there; they were kept under this name.
     SetAside {
-        /// What is different.
+        /// Words on what is different.
         why: String,
-        /// Where the old results are.
+        /// Path of the old results.
         kept: PathBuf,
     },
 }
@@ -205,7 +205,7 @@ fn read(path: &Path) -> Result<Option<(Run, Vec<Sample>)>> {
     Ok(Some((run, lines.map(parse).collect::<Result<_>>()?)))
 }
 
-/// What keeps measurements of two runs apart; none if they belong together.
+/// Difference that keeps measurements of two runs apart; none if they belong together.
 fn difference(old: &Run, new: &Run) -> Option<String> {
     let what = if old.build != new.build {
         format!("they are of another build ({}; this is {})", old.build, new.build)

@@ -98,7 +98,7 @@ fn judgement(subject: Subject, cells: &BTreeMap<Variant, Cell>) -> String {
     format!("{:14} {:6} {best}", aims.join(", "), met.join(", "))
 }
 
-/// What protection did meanwhile.
+/// Table of what protection did meanwhile.
 fn protection(report: &Report) -> String {
     let mut text = format!(
         "\n{:11} {:11} {:>16} {:>13} {:>12} {:>12} {:>14} {:>13} {:>8} {:>6}\n",
@@ -135,7 +135,7 @@ fn protection(report: &Report) -> String {
     text
 }
 
-/// What failed, and why.
+/// Words on what failed, and why.
 pub fn errors(report: &Report) -> String {
     let mut by_error: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for (subject, cells) in &report.workloads {

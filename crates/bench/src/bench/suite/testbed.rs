@@ -33,7 +33,7 @@ pub const SERVERS: [u16; 4] = [SHELL_PORT, ECHO_PORT, TBENCH_PORT, WEB_PORT];
 /// Lets the variant without output buffering be asked for.
 const EXPERIMENTS: &str = "[experiments]\nallow_unheld_output = true\n";
 
-/// What the guests of the workloads are made of, as far as it is there.
+/// Files that the guests of the workloads are made of, as far as it is there.
 pub fn files(guest: &Path) -> Vec<PathBuf> {
     let bench = BenchGuest::files(guest, GUEST_ADDRESS);
     bench.map_or_else(|_| Vec::new(), |bench| vec![bench.kernel, bench.initrd, bench.image])
@@ -47,12 +47,12 @@ pub struct Bench {
     /// Whether the primary host has a processor to itself.
     pinned: bool,
     testbed: Option<Testbed>,
-    /// Why COLO does not run here, once that is known.
+    /// Reason why COLO does not run here, once that is known.
     refusal: Option<ColoError>,
 }
 
 impl Bench {
-    /// For what was asked for; logs of what fails go beside the results.
+    /// Bench for what was asked for; logs of what fails go beside the results.
     pub fn new(args: &SuiteArgs, repetitions: Repetitions) -> Bench {
         Bench {
             guest: args.guest.clone(),
@@ -140,7 +140,7 @@ struct Testbed {
     qemu: Pid,
     /// The managed guest's console.
     console: PathBuf,
-    /// Where the guests' files are.
+    /// Path of the guests' files.
     guest: PathBuf,
     scene: Scene,
 }

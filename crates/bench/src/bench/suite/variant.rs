@@ -1,4 +1,4 @@
-//! What is measured, and how the guest is kept meanwhile.
+//! Subjects that are measured, and variants of the guest meanwhile.
 
 use crate::bench::workloads::Workload;
 use clap::ValueEnum;
@@ -51,12 +51,13 @@ pub enum Subject {
 }
 
 impl Subject {
-    /// All, in the order of the report.
+    /// Subjects, all of them, in the order of the report.
     pub fn all() -> &'static [Subject] {
         Subject::value_variants()
     }
 
-    /// What runs in the guest, or against it; none for a figure with a laboratory of its own.
+    /// Workload that runs in the guest, or against it; none for a figure with a laboratory of its
+    /// own.
     pub fn workload(self) -> Option<Workload> {
         Some(match self {
             Subject::Cpu => Workload::Cpu,
@@ -88,7 +89,7 @@ impl Subject {
     }
 }
 
-/// How the guest is kept while it works.
+/// Way in which the guest is kept while it works.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, ValueEnum, Serialize, Deserialize,
 )]
@@ -125,16 +126,16 @@ pub enum Variant {
 }
 
 impl Variant {
-    /// All, in the order of the report.
+    /// Variants, all of them, in the order of the report.
     pub fn all() -> &'static [Variant] {
         Variant::value_variants()
     }
 
-    /// Those of `--quick`.
+    /// Variants of `--quick`.
     pub const QUICK: [Variant; 4] =
         [Variant::Unprotected, Variant::Adaptive, Variant::Hz40, Variant::Plain];
 
-    /// What to ask the daemon for; none where it does not protect the guest.
+    /// Request to the daemon; none where it does not protect the guest.
     pub fn protection(self) -> Option<ProtectRequest> {
         let interval = |hz| Some(Policy::Interval { hz });
         let policy = match self {
@@ -169,7 +170,7 @@ impl fmt::Display for Variant {
     }
 }
 
-/// As on the command line; the JSON has the same names.
+/// Name as on the command line; the JSON has the same names.
 fn name(value: &impl ValueEnum) -> String {
     value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
 }

@@ -10,7 +10,7 @@ const LIMIT: Duration = Duration::from_secs(600);
 const TRANSACTIONS: (u32, u32) = (4_000, 1_000);
 const ACCOUNTS: u32 = 50_000;
 const TELLERS: u32 = 10;
-/// Where it happens.
+/// Directory where it happens.
 const FOLDER: &str = "/work/bank";
 /// Commits go to the write-ahead log, each with a flush of the disk.
 const PRAGMAS: &str = "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;";
@@ -68,7 +68,7 @@ fn script(transactions: u32) -> String {
     )
 }
 
-/// How many transactions there were, and whether all sums are the same.
+/// Query for how many transactions there were, and whether all sums are the same.
 const BALANCE: &str = "SELECT (SELECT count(*) FROM history), \
                        (SELECT sum(delta) FROM history) = (SELECT sum(balance) FROM accounts) \
                        AND (SELECT sum(balance) FROM tellers) = (SELECT sum(balance) FROM accounts) \

@@ -42,10 +42,10 @@ use std::time::{Duration, Instant};
 use understudy_lab::scene::SHELL_PORT;
 use understudy_lab::{Console, ConsoleOutput, GuestOutput, GuestShell, Lab};
 
-/// For what is not measured: preparing and cleaning up, on a busy machine.
+/// Time for what is not measured: preparing and cleaning up, on a busy machine.
 const ASIDE_LIMIT: Duration = Duration::from_secs(240);
 
-/// What runs in the guest, or against it.
+/// Workload that runs in the guest, or against it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Workload {
@@ -81,7 +81,7 @@ pub enum Workload {
     Redis,
 }
 
-/// Which way a figure is to go.
+/// Direction in which a figure is to go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Better {
@@ -91,7 +91,7 @@ pub enum Better {
     Lower,
 }
 
-/// How much work a workload does: the same for every variant of the guest.
+/// Amount of work that a workload does: the same for every variant of the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scale {
     /// Some 10 to 20 seconds on an unprotected guest under emulation; a transfer takes as
@@ -118,9 +118,9 @@ pub struct Bed<'a> {
     pub lab: &'a Lab,
     /// The guest's address.
     pub address: Ipv4Addr,
-    /// How shell lines come to it.
+    /// Door by which shell lines come to it.
     pub door: Door<'a>,
-    /// Where the guests' files are, with programs for the client's side.
+    /// Path of the guests' files, with programs for the client's side.
     pub guest_files: &'a Path,
 }
 
@@ -135,9 +135,9 @@ pub enum Door<'a> {
 
 /// A shell in the guest.
 pub enum Shell {
-    /// On its console.
+    /// Shell on its console.
     Console(Console),
-    /// Over its network.
+    /// Shell over its network.
     Network(GuestShell),
 }
 
@@ -171,23 +171,23 @@ impl Bed<'_> {
     }
 }
 
-/// What one run of a workload measured.
+/// Figures that one run of a workload measured.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Sample {
     /// The workload's figure, in its [`Workload::unit`].
     pub value: f64,
-    /// What else it measured.
+    /// Figures that it measured beside that.
     pub more: Vec<Figure>,
 }
 
 /// A further figure of a workload.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Figure {
-    /// What it is, in a word or two: `p99_idle`.
+    /// Name, a word or two: `p99_idle`.
     pub name: &'static str,
     /// Its unit.
     pub unit: &'static str,
-    /// Which way it is to go.
+    /// Direction in which it is to go.
     pub better: Better,
     /// The figure.
     pub value: f64,
@@ -257,7 +257,7 @@ impl Workload {
         matches!(self, Web | Tbench | Pgbench1 | Pgbench4 | Pgbench32)
     }
 
-    /// Which way its figure is to go.
+    /// Direction in which its figure is to go.
     pub fn better(self) -> Better {
         match self {
             Workload::Web | Workload::Tbench | Workload::Redis => Better::Higher,

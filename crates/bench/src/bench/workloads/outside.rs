@@ -13,10 +13,10 @@ const NOT_FOUND: i32 = 127;
 const TIMED_OUT: i32 = 124;
 /// Starts programs that bring their libraries along.
 const LOADER: &str = "ld-linux-x86-64.so.2";
-/// How much of a program's output an error shows.
+/// Length of a program's output that an error shows.
 const EXCERPT: usize = 2000;
 
-/// What a program printed, and how long it ran.
+/// Output that a program printed, and how long it ran.
 pub struct Outside {
     pub output: Vec<u8>,
     pub took: Duration,

@@ -10,11 +10,11 @@ use std::path::Path;
 use std::time::Duration;
 
 const SECONDS: (u64, u64) = (15, 5);
-/// Beyond its time, to begin and to end.
+/// Time beyond its own, to begin and to end.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// For the tables to be made, on a busy machine.
+/// Time for the tables to be made, on a busy machine.
 const CREATION_LIMIT: Duration = Duration::from_secs(600);
-/// In the guest (`guests/bench-rootfs`).
+/// Path in the guest (`guests/bench-rootfs`).
 const SERVER: &str = "/etc/postgresql";
 const USER: &str = "postgres";
 /// The name, in the laboratory's directory, of the folder of pgbench's logs.
@@ -66,7 +66,7 @@ fn ask(bed: &Bed<'_>, seconds: u64, clients: u32) -> Result<(f64, Vec<f64>)> {
     Ok((report.rate, latencies))
 }
 
-/// What pgbench found.
+/// Findings of pgbench.
 #[derive(Debug, PartialEq)]
 struct Report {
     transactions: usize,
@@ -95,7 +95,7 @@ fn read_logs(folder: &Path) -> Result<Vec<f64>> {
     Ok(latencies)
 }
 
-/// How long the transaction of a line of the log took: client, number, microseconds, ….
+/// Time that the transaction of a line of the log took: client, number, microseconds, ….
 fn milliseconds(line: &str) -> Option<f64> {
     line.split(' ').nth(2)?.parse::<f64>().ok().map(|microseconds| microseconds / 1e3)
 }

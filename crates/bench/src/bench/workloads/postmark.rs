@@ -29,7 +29,7 @@ pub fn run(bed: &Bed<'_>, scale: Scale) -> Result<Sample> {
     Ok(Sample::seconds(output.took))
 }
 
-/// How many files it created and deleted.
+/// Number of files that it created, and that it deleted.
 fn parse_files(text: &str) -> Option<(u64, u64)> {
     let count = |what: &str| {
         let line = text.lines().find(|line| line.contains(what))?;

@@ -8,7 +8,7 @@ use std::time::Duration;
 const CHANGES: (u32, u32) = (8_000, 2_000);
 const READS: (u32, u32) = (20_000, 5_000);
 const CLIENTS: &str = "8";
-/// As many as there are, each with so many bytes.
+/// Number of keys, each with so many bytes.
 const KEYS: &str = "10000";
 const VALUE_BYTES: &str = "100";
 const LIMIT: Duration = Duration::from_secs(240);
@@ -51,7 +51,7 @@ fn ask(bed: &Bed<'_>, test: &str, requests: u32) -> Result<Report> {
     Report::parse(&text).with_context(|| format!("redis-benchmark printed no report: {text}"))
 }
 
-/// What redis-benchmark found.
+/// Findings of redis-benchmark.
 #[derive(Debug, PartialEq)]
 struct Report {
     rate: f64,
@@ -60,7 +60,7 @@ struct Report {
 }
 
 impl Report {
-    /// Of a line of names, and one of figures.
+    /// Report of a line of names, and one of figures.
     fn parse(text: &str) -> Option<Report> {
         let mut lines = text.lines().skip_while(|line| !line.starts_with("\"test\""));
         let (names, figures) = (lines.next()?, lines.next()?);

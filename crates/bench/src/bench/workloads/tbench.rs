@@ -4,10 +4,10 @@ use super::{Bed, Better, Figure, Sample, Scale, outside};
 use anyhow::{Context, Result, ensure};
 use std::time::Duration;
 
-/// Of these, the first fifth is its warm-up.
+/// Seconds, the first fifth of which is its warm-up.
 const SECONDS: (u64, u64) = (15, 5);
 const CLIENTS: &str = "4";
-/// Beyond its time, to begin and to end.
+/// Time beyond its own, to begin and to end.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 pub fn run(bed: &Bed<'_>, scale: Scale) -> Result<Sample> {

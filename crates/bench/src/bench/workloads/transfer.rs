@@ -12,7 +12,7 @@ use std::io::{Read, copy};
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// What is sent.
+/// Megabytes that are sent.
 pub const MEGABYTES: (u64, u64) = (50, 20);
 const MEGABYTE: u64 = 1_000_000;
 const LIMIT: Duration = Duration::from_secs(600);

@@ -7,7 +7,7 @@ use std::time::Duration;
 const SECONDS: (u64, u64) = (15, 5);
 /// Apache starts as many threads as it finds it needs: not measured.
 const WARM_UP_SECONDS: u64 = 2;
-/// How long `ab` waits for one answer, and we for `ab` beyond its time.
+/// Time that `ab` waits for one answer, and we for `ab` beyond its time.
 const PATIENCE_SECONDS: u64 = 120;
 const CONNECTIONS: &str = "100";
 const PAGE_BYTES: u64 = 72_950;
@@ -37,7 +37,7 @@ fn fetch(bed: &Bed<'_>, seconds: u64) -> Result<Report> {
     Ok(report)
 }
 
-/// What `ab` found.
+/// Findings of `ab`.
 #[derive(Debug, PartialEq)]
 struct Report {
     bytes: u64,

@@ -45,11 +45,11 @@ use understudy_protocol::Generation;
 use understudy_snapshot::{Incarnation, Member, SnapshotNumber};
 use understudy_threads::Common;
 
-/// How often it is looked whether members are gone and whether there are new hosts.
+/// Time after which it is looked again whether members are gone and whether there are new hosts.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// What the driver of a member's snapshots is told by its cut. Called on threads that carry
-/// frames: it must not wait.
+/// Listener by which the driver of a member's snapshots is told by its cut. Called on threads that
+/// carry frames: it must not wait.
 pub trait CutListener: Send + Sync {
     /// The VM is to be paused for this snapshot, by the coordinator's word or because another
     /// member has taken it already. Once for each snapshot. If nobody has prepared it here,
@@ -66,11 +66,11 @@ pub struct Joining {
     pub cluster: GroupName,
     /// The members' names, in the same order on all hosts.
     pub members: Vec<VmName>,
-    /// Which one it is.
+    /// Member that it is.
     pub member: Member,
-    /// In which this host owns the VM.
+    /// Generation in which this host owns the VM.
     pub generation: Generation,
-    /// How often the cluster was restored.
+    /// Incarnation: how often the cluster was restored.
     pub incarnation: Incarnation,
     /// The cluster's last snapshot: the one it was restored from, or the last one begun.
     pub number: SnapshotNumber,

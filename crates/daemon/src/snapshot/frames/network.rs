@@ -38,7 +38,7 @@ impl AsRef<[u8]> for Frame {
     }
 }
 
-/// What a host says of the members that run on it.
+/// Word of a host on the members that run on it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Presence {
     pub incarnation: Incarnation,
@@ -87,11 +87,11 @@ struct Body {
     name: VmName,
     cards: Vec<CardDefinition>,
     inlets: Vec<Inlet>,
-    /// Dead once it is gone.
+    /// Machine of the member; dead once it is gone.
     machine: Weak<()>,
 }
 
-/// What a member's listener is to be told, once no lock is held.
+/// Word that a member's listener is to be told, once no lock is held.
 pub(super) struct Call {
     listener: Arc<dyn CutListener>,
     what: What,
@@ -212,7 +212,7 @@ impl State {
         gone.into_iter().for_each(|member| self.leave(member));
     }
 
-    /// Why frames do not reach every member; none if they do.
+    /// Reason why frames do not reach every member; none if they do.
     pub fn lacks(&self) -> Option<String> {
         let members = (0..self.names.len()).map(|member| Member(member as u16));
         let lacks = |member: Member| {
@@ -251,7 +251,7 @@ impl State {
         Presence { incarnation: self.incarnation, members: self.roster.here(), answer }
     }
 
-    /// For each member here and each that is not, an envelope without a frame.
+    /// Envelopes without a frame, for each member here and each that is not.
     fn signs(&self) -> Vec<Envelope> {
         let others = || (0..self.names.len()).map(|other| Member(other as u16));
         let away = |other: &Member| !self.locals.contains_key(other);

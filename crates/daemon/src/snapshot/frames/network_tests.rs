@@ -8,7 +8,7 @@ use understudy_threads::{Mutex, lock};
 
 const FIRST: CardIndex = CardIndex(0);
 
-/// What a listener was told.
+/// Recorder of what a listener was told.
 #[derive(Default)]
 struct Recorder {
     taken: Mutex<Vec<SnapshotNumber>>,
@@ -218,7 +218,7 @@ fn taken_over(member: Member) -> Presence {
     Presence { incarnation: Incarnation(1), members: vec![known], answer: false }
 }
 
-/// Where a member is, as a host believes.
+/// Place of a member, as a host believes.
 fn place(at: &Side, member: Member) -> Option<Place> {
     at.network.state().roster.place(member).cloned()
 }

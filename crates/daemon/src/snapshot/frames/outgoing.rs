@@ -22,12 +22,12 @@ use understudy_threads::Common;
 
 /// Bytes of frames that may wait; over it frames are lost, as on any switch.
 const QUEUE_BYTES: usize = 8 << 20;
-/// Between two attempts to connect.
+/// Pause between two attempts to connect.
 const RETRY: Duration = Duration::from_millis(300);
-/// For the other host to take something.
+/// Time for the other host to take something.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// What waits for the connection, or it is closed.
+/// Frames and words that wait for the connection, unless it is closed.
 pub(super) struct Outgoing {
     queue: Common<Queue>,
     /// Whether it has changed since the connection's thread looked: one word is enough.

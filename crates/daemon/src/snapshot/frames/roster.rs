@@ -1,4 +1,4 @@
-//! Which member has which cards, and where it runs.
+//! Roster of members: which cards each has, and where it runs.
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -12,12 +12,12 @@ use understudy_snapshot::Member;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemberCards {
     pub member: Member,
-    /// In which its host owns it.
+    /// Generation in which its host owns it.
     pub generation: Generation,
     pub cards: Vec<CardDefinition>,
 }
 
-/// Where a member runs.
+/// Place where a member runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Place {
     Here,
@@ -36,9 +36,9 @@ struct Known {
 pub enum Route {
     /// A sender or receiver outside the cluster.
     Outside,
-    /// This member, and nobody else.
+    /// Member that alone is meant, and nobody else.
     One(Member),
-    /// These members, and everybody outside.
+    /// Members that are meant, and everybody outside.
     All(Vec<Member>),
 }
 
@@ -58,7 +58,7 @@ impl Roster {
         self.0.remove(&member);
     }
 
-    /// These are all the members that run on another host, as it believes.
+    /// Replaces all the members that run on another host, as it believes.
     pub fn replace(&mut self, host: &HostName, members: Vec<MemberCards>) {
         let there = Place::Host(host.to_owned());
         self.0.retain(|_, known| known.place != there);
@@ -79,12 +79,12 @@ impl Roster {
         }
     }
 
-    /// Where a member runs; none if that is not known.
+    /// Place where a member runs; none if that is not known.
     pub fn place(&self, member: Member) -> Option<&Place> {
         self.0.get(&member).map(|known| &known.place)
     }
 
-    /// What there is to say of the members that run here.
+    /// Words on the members that run here.
     pub fn here(&self) -> Vec<MemberCards> {
         let here = self.0.iter().filter(|(_, known)| known.place == Place::Here);
         let said = |(member, known): (&Member, &Known)| MemberCards {
@@ -95,7 +95,7 @@ impl Roster {
         here.map(said).collect()
     }
 
-    /// Where a frame of a member's card goes. A source that is not the card's own is somebody
+    /// Route of a frame of a member's card. A source that is not the card's own is somebody
     /// behind the guest: nothing is special about those frames.
     pub fn route(&self, from: Member, card: CardIndex, packet: &[u8]) -> Route {
         let Some((target, source)) = addresses(packet) else { return Route::Outside };
@@ -133,7 +133,7 @@ impl Roster {
         cards.filter(|(_, card)| takes(card)).map(|(index, _)| index).collect()
     }
 
-    /// Which other member sent a frame that came to this card.
+    /// Other member that sent a frame that came to this card.
     pub fn sender(&self, to: Member, card: CardIndex, packet: &[u8]) -> Option<Member> {
         let (_, source) = addresses(packet)?;
         let own = self.card(to, card)?;

@@ -57,7 +57,7 @@ impl Seat {
         Ok(())
     }
 
-    /// There will be no such snapshot.
+    /// Notes that there will be no such snapshot.
     pub fn abandoned(&self, number: SnapshotNumber) {
         self.event(CutEvent::Abandoned(number));
     }
@@ -97,8 +97,8 @@ impl Seat {
         }
     }
 
-    /// Why the member does not reach all others yet, for people; none if it does. Before that
-    /// no snapshot can be complete.
+    /// Reason why the member does not reach all others yet, for people; none if it does. Before
+    /// that no snapshot can be complete.
     pub fn lacks(&self) -> Option<String> {
         self.network.state().lacks()
     }

@@ -1,4 +1,4 @@
-//! Where the time of a take-over goes.
+//! The clock of where the time of a take-over goes.
 
 use crate::clock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,7 +11,7 @@ pub enum Stage {
     Suspected,
     /// The arbiter has given the VM to this host.
     Granted,
-    /// In lockstep: all of the log is executed.
+    /// All of the log is executed, in lockstep.
     Executed,
     /// All that was acknowledged is on the disks, and the activation record is written.
     Activated,
@@ -21,7 +21,7 @@ pub enum Stage {
 
 const STAGES: usize = Stage::Live as usize + 1;
 
-/// When each stage was reached, in nanoseconds of [`clock`]; 0 if it was not.
+/// The time at which each stage was reached, in nanoseconds of [`clock`]; 0 if it was not.
 #[derive(Debug, Default)]
 pub struct Clock([AtomicU64; STAGES]);
 

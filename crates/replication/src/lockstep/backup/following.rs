@@ -24,10 +24,10 @@ const WAITING_BYTES: usize = 8 << 20;
 /// Log is given to QEMU in pieces.
 const PIECE_BYTES: usize = 64 << 10;
 
-/// What is kept of the log that QEMU got: more than its socket holds.
+/// The bytes that are kept of the log that QEMU got: more than its socket holds.
 const RECENT_BYTES: usize = 1 << 20;
 
-/// What the feeding thread does next.
+/// The next thing that the feeding thread does.
 pub(super) enum Turn {
     /// Gives QEMU a piece of the log.
     Piece(Vec<u8>),
@@ -50,15 +50,15 @@ struct State {
     feed: Feed,
     rate: Rate,
     last: Epoch,
-    /// What is compared at the marks of the feed.
+    /// Comparisons at the marks of the feed.
     asked: Asked,
     /// An epoch is on its way that is a checkpoint again.
     ending: bool,
-    /// Nothing more is taken in.
+    /// Whether no more is taken in.
     ended: bool,
     /// QEMU has another place: there is nothing left to be watched.
     left: bool,
-    /// As of the last look.
+    /// Progress as of the last look.
     progress: LogProgress,
     blocked: bool,
     /// The machine is loaded, and runs on log.
@@ -67,12 +67,12 @@ struct State {
     given: u64,
     /// The end of what QEMU got.
     recent: VecDeque<u8>,
-    /// How far behind QEMU was when the primary seemed lost first.
+    /// Time by which QEMU was behind when the primary seemed lost first.
     lag_at_failure: Option<Duration>,
 }
 
 impl State {
-    /// How long ago the oldest log came that QEMU has not executed.
+    /// The time since the oldest log came that QEMU has not executed.
     fn lag(&self) -> Duration {
         self.feed.behind_since().map_or(Duration::ZERO, |since| clock::now() - since)
     }
@@ -94,12 +94,12 @@ impl Following {
         self.machine
     }
 
-    /// What its guest reads.
+    /// The reads of its guest.
     pub fn reads(&self) -> &Arc<Reads> {
         &self.reads
     }
 
-    /// What its disks have.
+    /// The counts of the writes that its disks have.
     pub fn writes(&self) -> &Writes {
         &self.writes
     }
@@ -134,7 +134,8 @@ impl Following {
         }
     }
 
-    /// Nothing more will come, or is wanted: QEMU comes to the end of what there is.
+    /// Ends the log: nothing more will come, or is wanted, and QEMU comes to the end of what there
+    /// is.
     pub fn end(&self) {
         let mut state = self.state.lock();
         if !state.ended {
@@ -157,7 +158,7 @@ impl Following {
         self.state.lock().ending
     }
 
-    /// That epoch is committed: this is the rest of the log.
+    /// Ends the log with this rest of it, as that epoch is committed.
     pub fn end_with(&self, rest: &[u8]) -> anyhow::Result<()> {
         let mut state = self.state.lock();
         if !state.ended {
@@ -202,7 +203,7 @@ impl Following {
         state.feed.pass_mark();
     }
 
-    /// What differed when something did last.
+    /// The spots that differed when something did last.
     pub fn differing(&self) -> Differing {
         self.state.lock().asked.differing().clone()
     }
@@ -211,7 +212,7 @@ impl Following {
         self.state.lock().ended
     }
 
-    /// What QEMU is given next; none after the end.
+    /// The next thing that QEMU is given; none after the end.
     pub(super) fn next_turn(&self) -> Option<Turn> {
         let mut state = self.state.lock();
         loop {
@@ -249,7 +250,7 @@ impl Following {
         state.lag_at_failure.get_or_insert(lag);
     }
 
-    /// How far QEMU was behind when the primary seemed lost, in milliseconds.
+    /// The time by which QEMU was behind when the primary seemed lost, in milliseconds.
     pub fn lag_at_failure_ms(&self) -> f64 {
         self.state.lock().lag_at_failure.unwrap_or_default().as_secs_f64() * 1e3
     }
@@ -292,7 +293,7 @@ impl Following {
         (LogPosition(begins), state.recent.iter().copied().collect())
     }
 
-    /// What `status` shows.
+    /// The report that `status` shows.
     pub fn report(&self) -> LockstepReport {
         let state = self.state.lock();
         LockstepReport {

@@ -20,5 +20,5 @@ pub use watch::watch;
 
 use std::time::Duration;
 
-/// How often QEMU's progress is looked at.
+/// Time between two looks at QEMU's progress.
 const LOOK_INTERVAL: Duration = Duration::from_millis(10);

@@ -12,7 +12,7 @@ use understudy_lockstep::{END, Stuck, left_of_ended_log};
 use understudy_machine::Machine;
 use understudy_qemu::lockstep::{LogChannel, Request};
 
-/// How often a take-over looks whether QEMU has come to the log's end.
+/// Time between two looks of a take-over whether QEMU has come to the log's end.
 const END_INTERVAL: Duration = Duration::from_micros(250);
 
 /// Loads the machine and lets it execute its log, as soon as there is any.

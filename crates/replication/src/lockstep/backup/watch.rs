@@ -1,4 +1,4 @@
-//! How far QEMU is, and whether it still follows.
+//! The watch over how far QEMU is, and whether it still follows.
 
 use super::{Following, LOOK_INTERVAL};
 use crate::backup::Session;
@@ -12,7 +12,7 @@ use understudy_lockstep::{LogPosition, Signs, Stuck, Watchdog};
 use understudy_machine::Machine;
 use understudy_protocol::wire::LogProgress;
 
-/// How often the primary hears of QEMU's progress.
+/// Time after which the primary hears of QEMU's progress again.
 const TELL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A QEMU that has log and does nothing for so long has diverged.
@@ -59,7 +59,7 @@ pub(super) fn watchdog() -> Watchdog {
     Watchdog::new(PATIENCE, DISK_PATIENCE, clock::now())
 }
 
-/// What a watchdog looks at.
+/// The signs that a watchdog looks at.
 pub(super) fn signs(machine: &Machine, progress: &LogProgress) -> Signs {
     Signs {
         taken: LogPosition(progress.position),
@@ -68,7 +68,7 @@ pub(super) fn signs(machine: &Machine, progress: &LogProgress) -> Signs {
     }
 }
 
-/// Why a QEMU is given up whose disk does not answer.
+/// The reason why a QEMU is given up whose disk does not answer.
 pub(super) fn silent_disk(time: Duration) -> String {
     format!(
         "the backup's QEMU has waited for its disk for {:.0} s: look at the storage of this host's \

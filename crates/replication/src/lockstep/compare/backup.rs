@@ -12,21 +12,21 @@ use understudy_lockstep::{Comparison, Finding, Findings, Mark, Place};
 use understudy_machine::Machine;
 use understudy_qemu::lockstep::LogChannel;
 
-/// How often is looked whether QEMU has come to the place.
+/// Time between two looks whether QEMU has come to the place.
 const LOOK_INTERVAL: Duration = Duration::from_micros(250);
 
 /// A QEMU that waits at the place, having executed something else, is looked at for so long: it
 /// shows its instructions a millisecond late.
 const MISPLACED_AFTER: Duration = Duration::from_secs(1);
 
-/// What is kept of what differed, for a look at a divergence.
+/// The number of spots that differed that are kept, for a look at a divergence.
 const MOST_KEPT: usize = 16;
 
 /// The comparisons that this backup was asked for.
 #[derive(Debug, Default)]
 pub struct Asked {
     waiting: VecDeque<Comparison>,
-    /// What differed last.
+    /// Spots that differed last.
     differing: Differing,
 }
 
@@ -52,12 +52,12 @@ impl Asked {
         self.waiting.clear();
     }
 
-    /// What differed at the last place where something did.
+    /// The spots that differed at the last place where something did.
     pub fn differing(&self) -> &Differing {
         &self.differing
     }
 
-    /// Something differed.
+    /// Keeps what differed, if anything did.
     pub fn keep(&mut self, differing: Differing) {
         if !differing.is_empty() {
             self.differing = differing;

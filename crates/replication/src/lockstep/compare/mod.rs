@@ -27,7 +27,7 @@ fn all_spots(machine: &Machine) -> impl Iterator<Item = Spot> + use<> {
     spots_of(&sizes(machine))
 }
 
-/// How many spots a RAM block or a disk has; its first spot names it.
+/// The number of spots that a RAM block or a disk has; its first spot names it.
 type Size = (Spot, u64);
 
 fn sizes(machine: &Machine) -> Vec<Size> {

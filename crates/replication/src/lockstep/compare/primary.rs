@@ -28,16 +28,16 @@ use understudy_report::comparison::words;
 use understudy_report::{ComparisonCounts, ComparisonReport, Difference, Part};
 use understudy_threads::{Mutex, Waitable, lock};
 
-/// What is read while the guest stands still: some 1 ms.
+/// The bytes that are read while the guest stands still: some 1 ms.
 const HOLD_BYTES: u64 = 4 << 20;
 
 /// A guest that does not come to stand still is left alone: its log has no room.
 const HOLD_PATIENCE: Duration = Duration::from_millis(200);
 
-/// Between the two stops of a place.
+/// Time between the two stops of a place.
 const BETWEEN_STOPS: Duration = Duration::from_millis(2);
 
-/// Between two places: most of the time is the guest's.
+/// Time between two places: most of the time is the guest's.
 const BETWEEN_PLACES: Duration = Duration::from_millis(5);
 
 /// The same when only spots are left that differed: what is under way shall end meanwhile.
@@ -52,26 +52,26 @@ pub(super) const MOST_UNANSWERED: usize = 4;
 /// A backup that answers nothing for so long does not compare. It may be far behind.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(60);
 
-/// Who waits for a comparison gives up if nothing is heard of it for so long, longer than a backup may answer nothing: a
-/// disk of this host may hang that is being read for it.
+/// Time after which a waiter for a comparison gives up if nothing is heard of it, longer than a
+/// backup may answer nothing: a disk of this host may hang that is being read for it.
 const LONGEST_SILENCE: Duration = Duration::from_secs(120);
 
 /// The longest wait without another look.
 const LONGEST_WAIT: Duration = Duration::from_millis(250);
 
-/// Of a backup that is further behind no sample is taken.
+/// The lag above which no sample is taken of a backup.
 const MOST_LAG: Duration = Duration::from_secs(1);
 
-/// How often a sample is compared, and what it has.
+/// Time between two samples that are compared, and what a sample has.
 const SAMPLE_INTERVAL: Duration = Duration::from_secs(10);
 const SAMPLE_PAGES: usize = 256;
 const SAMPLE_EXTENTS: usize = 4;
 
-/// What the threads of a session know of its comparisons.
+/// The state of its comparisons that the threads of a session share.
 #[derive(Debug, Default)]
 pub struct Comparer {
     state: Waitable<State>,
-    /// What the backup is to be told before log that is read from now on.
+    /// Comparisons that the backup is to be told of before log that is read from now on.
     announced: Mutex<VecDeque<Comparison>>,
 }
 
@@ -81,19 +81,19 @@ struct State {
     wanted: bool,
     result: Option<Result<ComparisonReport, String>>,
     findings: VecDeque<Findings>,
-    /// How many times the backup has answered.
+    /// Number of times that the backup has answered.
     heard: u64,
     counts: ComparisonCounts,
     ended_at: Option<Time>,
     closed: bool,
 }
 
-/// Why a whole comparison cannot be asked for, or has no result.
+/// The reason why a whole comparison cannot be asked for, or has no result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// One is under way.
+    /// A comparison is under way.
     Busy,
-    /// There is no result, for this reason.
+    /// The comparison has no result, for this reason.
     Failed(String),
 }
 
@@ -134,7 +134,7 @@ impl Comparer {
         result.map_err(Refusal::Failed)
     }
 
-    /// What the backup is to be told before the log that was read just now.
+    /// Takes what the backup is to be told before the log that was read just now.
     pub fn take(&self) -> VecDeque<Comparison> {
         std::mem::take(&mut *lock(&self.announced))
     }
@@ -150,7 +150,7 @@ impl Comparer {
         });
     }
 
-    /// What `status` shows; none before the first comparison has ended.
+    /// The report that `status` shows; none before the first comparison has ended.
     pub fn report(&self) -> Option<ComparisonCounts> {
         let state = self.state.lock();
         let ended = state.ended_at?;
@@ -281,7 +281,7 @@ struct Run<'a, Spots: Iterator<Item = Spot>> {
 }
 
 impl<Spots: Iterator<Item = Spot>> Run<'_, Spots> {
-    /// Until all is compared, or something differs.
+    /// Runs until all is compared, or something differs.
     fn carry_out(&mut self) -> anyhow::Result<()> {
         let mut answered = Instant::now();
         while !self.inquiry.is_over() && self.inquiry.tally().differing.is_empty() {

@@ -21,7 +21,7 @@ pub(super) struct Faults {
     pub(super) orphans: bool,
     /// Loading fails on a host.
     pub(super) failures: bool,
-    /// For 15 s nothing passes between the coordinator and a member.
+    /// The way between the coordinator and a member is cut for 15 s.
     pub(super) cuts: bool,
     /// All hosts stand still for a while, as on a machine that is suspended.
     pub(super) halts: bool,
@@ -31,7 +31,7 @@ pub(super) const HALT: Duration = Duration::from_secs(12);
 
 pub(super) const CUT: Duration = Duration::from_secs(15);
 
-/// What the arbiter knows, and who waits for its answer.
+/// The arbiter: what it knows, and who waits for its answer.
 #[derive(Default)]
 pub(super) struct Arbiter {
     pub(super) decision: Option<Decision>,
@@ -49,7 +49,7 @@ pub(super) struct Host {
     pub(super) complete_at: Option<Time>,
     pub(super) started_at: Option<Time>,
     pub(super) discarded_at: Option<Time>,
-    /// Since when the VM runs.
+    /// Time since which the VM runs.
     pub(super) runs: Option<Time>,
     pub(super) ever_ran: bool,
     pub(super) settled: bool,
@@ -150,7 +150,8 @@ impl World {
         self.decide_again = (!answered).then(|| self.now + Duration::from_secs(1));
     }
 
-    /// Whoever asks first decides. The arbiter may be out of reach, and its answer may.
+    /// Asks the arbiter: whoever does so first decides. The arbiter may be out of reach, and its
+    /// answer may.
     pub(super) fn ask(&mut self, who: Option<Member>, wanted: Decision) -> bool {
         let fate = self.random.below(100);
         if self.faults.loss > 0 && fate < 20 {

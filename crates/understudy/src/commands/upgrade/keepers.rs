@@ -5,11 +5,11 @@ use understudy_client::{Client, Exit, Failure, output};
 use understudy_protocol::VmName;
 use understudy_report::upgrade::KeeperReplacement;
 
-/// What came of it.
+/// The report of what came of it.
 #[derive(Default, Serialize)]
 struct Report {
     replaced: Vec<KeeperReplacement>,
-    /// Those that keep their keeper.
+    /// VMs that keep their keeper.
     refused: Vec<Refusal>,
 }
 
@@ -49,7 +49,7 @@ fn words(replacement: &KeeperReplacement) -> String {
     )
 }
 
-/// What was not said while it was done.
+/// Describes what was not said while it was done.
 fn describe(report: &Report) -> String {
     let refused = |refusal: &Refusal| format!("{}: NOT REPLACED: {}\n", refusal.vm, refusal.reason);
     let text: String = report.refused.iter().map(refused).collect();

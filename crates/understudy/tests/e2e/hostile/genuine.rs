@@ -1,5 +1,5 @@
-//! What a host says that means well, in today's words: to be said with something wrong, and about what the hostile
-//! host may not have.
+//! The messages of a host that means well, in today's words: to be said with something wrong, and
+//! about what the hostile host may not have.
 
 use super::{OWN, PAWN};
 use anyhow::{Context, Result, ensure};
@@ -85,7 +85,7 @@ pub struct Genuine {
 }
 
 impl Genuine {
-    /// Made of the offer of a VM of host a's.
+    /// Makes them of the offer of a VM of host a's.
     pub fn of(hello: Value, places: Places) -> Genuine {
         Genuine { hello: disguise(hello), places }
     }
@@ -143,7 +143,7 @@ impl Genuine {
         ]
     }
 
-    /// What else a connection may be for.
+    /// The other purposes that a connection may have.
     pub fn purposes(&self, session: &str) -> Vec<Value> {
         let store = self.places.store.to_string_lossy();
         let card = json!({ "mac": "52:54:00:75:73:0e", "bridge": "br0" });

@@ -17,18 +17,18 @@ use std::sync::Arc;
 use std::time::Duration;
 use understudy_protocol::wire::{Kind, Message};
 
-/// It waits for no answer longer than this: a peer that is silent is no better than one that
+/// The longest time that it waits for an answer: a peer that is silent is no better than one that
 /// hangs up.
 pub const PATIENCE: Duration = Duration::from_millis(400);
 
-/// What a host shows to others.
+/// The certificate that a host shows to others.
 #[derive(Clone)]
 pub struct Certificate {
     client: Arc<ClientConfig>,
     server: Arc<ServerConfig>,
 }
 
-/// With a keeper that has yet to be started.
+/// The same with a keeper that has yet to be started.
 pub const LONG_PATIENCE: Duration = Duration::from_secs(15);
 
 /// One connection.
@@ -130,7 +130,7 @@ impl Line {
     }
 }
 
-/// It does not care whom it talks to.
+/// A verifier that does not care whom it talks to.
 #[derive(Debug)]
 struct Anybody;
 

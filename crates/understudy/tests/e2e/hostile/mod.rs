@@ -37,12 +37,12 @@ const SECONDS: u64 = 5;
 const LONG_SECONDS: u64 = 300;
 /// Processes are started meanwhile.
 const KEEPERS_SECONDS: u64 = 15;
-/// Those who attack at the same time: one dials host a, the others host b.
+/// The number of those who attack at the same time: one dials host a, the others host b.
 const DIALLERS: u64 = 3;
 /// Messages of one conversation.
 const MOST_MESSAGES: usize = 60;
-/// What a daemon may hold for itself: what one session of the hostile host's may have staged
-/// (its guest's memory and half a GiB), and as much as a daemon needs.
+/// The memory that a daemon may hold for itself: what one session of the hostile host's may have
+/// staged (its guest's memory and half a GiB), and as much as a daemon needs.
 const MOST_MIB: u64 = 900;
 /// The VM that the hostile host owns, as the arbiter says, and may offer.
 const OWN: &str = "evil";
@@ -78,7 +78,7 @@ struct Mallory {
     genuine: Genuine,
     over: AtomicBool,
     conversations: AtomicU64,
-    /// Of these, sessions that were accepted.
+    /// Sessions of these that were accepted.
     sessions: AtomicU64,
 }
 
@@ -121,7 +121,7 @@ impl Mallory {
         })
     }
 
-    /// Often enough for the test to be about it.
+    /// Whether it was heard often enough for the test to be about it.
     fn was_heard(&self) -> bool {
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         count(&self.conversations) > 20 && count(&self.sessions) > 0
@@ -263,7 +263,7 @@ fn listen(namespace: &Namespace) -> Result<TcpListener> {
     Ok(in_namespace(namespace, || TcpListener::bind((CLIENT_ADDRESS, PORT)))??)
 }
 
-/// What nobody but the operator changes: files, when they were written, and how long they are.
+/// The files that nobody but the operator changes: when they were written, and how long they are.
 fn foreign_files(scene: &Scene, places: &Places) -> Result<BTreeMap<PathBuf, (SystemTime, u64)>> {
     // Whoever compiles on this machine meanwhile writes there.
     let compilers = PathBuf::from("/root/.cargo");
@@ -359,7 +359,7 @@ fn a_hostile_peer_harms_nobody_for_long() {
     harms_nobody(number_of("UNDERSTUDY_HOSTILE_SECONDS").unwrap_or(LONG_SECONDS), false);
 }
 
-/// It was opened, as root, and its content was for the guest of whoever had named it.
+/// A medium was once opened, as root, and its content was for the guest of whoever had named it.
 #[test]
 fn a_medium_that_was_not_asked_for_ends_the_session() {
     play(hostile_options(false), |scene| {

@@ -1,4 +1,5 @@
-//! What a hostile host says: messages of every kind, genuine ones with something wrong, and noise.
+//! The words of a hostile host: messages of every kind, genuine ones with something wrong, and
+//! noise.
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
@@ -6,7 +7,7 @@ use serde_json::{Value, json};
 use understudy_protocol::Epoch;
 use understudy_protocol::wire::{Kind, Message};
 
-/// Of one message's payload: what is repeated in what is repeated grows fast.
+/// The most bytes of one message's payload: what is repeated in what is repeated grows fast.
 const MOST_BYTES: usize = 1 << 20;
 
 /// Numbers that something may be indexed, multiplied or waited with.

@@ -1,4 +1,4 @@
-//! What taking a snapshot costs the guest, beside QEMU's own ways to save one and have it back
+//! Costs of a snapshot for the guest, beside QEMU's own ways to save one and have it back
 //! (HotSnap, Figures 4 and 5). The guest reads and hashes a twelfth of its memory over and over,
 //! and says how many MiB it has read; a client outside asks it all the time.
 //!
@@ -22,7 +22,7 @@ use anyhow::Result;
 
 const RUNS: u32 = 3;
 
-/// Measures.
+/// Measures what a snapshot costs.
 pub fn measure(args: &BenchRestoreArgs) -> Result<Report> {
     let runs = runs(args, RUNS);
     let mut pair = Pair::start(args, &take::load(args.memory_mib))?;

@@ -6,7 +6,7 @@ use crate::bench::suite::table::number;
 use serde::Serialize;
 use std::fmt::Write;
 
-/// What the section found. Times are in milliseconds.
+/// Findings of the section. Times are in milliseconds.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
     /// Memory of each guest in MiB.
@@ -23,12 +23,12 @@ pub struct Report {
     pub migrations: Vec<Plain>,
 }
 
-/// What a snapshot costs the guest that runs meanwhile.
+/// Costs of a snapshot for the guest that runs meanwhile.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Cost {
-    /// For how long it stood still.
+    /// Time for which it stood still.
     pub pause_ms: f64,
-    /// From the command until the snapshot was stored, first accesses traced.
+    /// Time from the command until the snapshot was stored, first accesses traced.
     pub snapshot_ms: f64,
     /// Share of its work that it did not do meanwhile.
     pub slow_down: f64,
@@ -39,7 +39,7 @@ pub struct Cost {
 }
 
 impl Cost {
-    /// For the progress.
+    /// Words for the progress.
     pub fn words(&self) -> String {
         format!(
             "stood still for {:.1} ms, {:.0} % slower for {:.1} s, longest answer {:.0} ms",
@@ -52,7 +52,7 @@ impl Cost {
 }
 
 impl Report {
-    /// Of nothing yet.
+    /// Report of nothing yet.
     pub fn new(memory_mib: u32) -> Report {
         Report {
             memory_mib,
@@ -64,7 +64,7 @@ impl Report {
         }
     }
 
-    /// Of all rounds.
+    /// Concludes from all rounds.
     pub fn conclude(&mut self) {
         let cost = |figure: fn(&Cost) -> f64| {
             median(&self.snapshots.iter().map(figure).collect::<Vec<f64>>())

@@ -11,13 +11,13 @@ use understudy_lab::round_trips;
 use understudy_lab::scene::ECHO_PORT;
 use understudy_report::cluster::SnapshotRequest;
 
-/// To tell how fast the load is.
+/// Time to tell how fast the load is.
 const LOOK: Duration = Duration::from_secs(6);
 /// Requests of a client at once; between two of them it thinks for so long.
 const REQUESTS: u64 = 20;
 const THINK: Duration = Duration::from_millis(5);
 
-/// How fast the managed guest works, and the longest that it took to answer.
+/// Speed of the managed guest, and the longest that it took to answer.
 struct Speed {
     mib_per_second: f64,
     silence_ms: f64,
@@ -45,7 +45,7 @@ pub fn snapshot(pair: &Pair) -> Result<Cost> {
     })
 }
 
-/// How fast the managed guest works, and answers, while something is done.
+/// Speed at which the managed guest works, and answers, while something is done.
 fn speed(stage: &Stage, work: impl FnOnce() -> Result<()>) -> Result<Speed> {
     let scene = stage.scene();
     let ended = AtomicBool::new(false);

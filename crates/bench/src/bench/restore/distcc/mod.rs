@@ -25,7 +25,7 @@ const RUNS: u32 = 3;
 const MODES: [Mode; 3] = [Mode::Eager, Mode::WorkingSet, Mode::Hot];
 const QUICK_MODES: [Mode; 1] = [Mode::Hot];
 
-/// Measures.
+/// Measures restores of builders.
 pub fn measure(args: &BenchRestoreArgs) -> Result<Report> {
     let modes: &[Mode] = if args.quick { &QUICK_MODES } else { &MODES };
     let runs = runs(args, RUNS);

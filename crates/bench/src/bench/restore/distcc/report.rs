@@ -7,10 +7,10 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use understudy_report::cluster::Backoff;
 
-/// What the section found. Times are in milliseconds.
+/// Findings of the section. Times are in milliseconds.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
-    /// What a build takes before the snapshot.
+    /// Time that a build takes before the snapshot.
     pub build_ms: f64,
     /// Each mode: the middle of its restores.
     pub modes: BTreeMap<String, Summary>,
@@ -21,28 +21,28 @@ pub struct Report {
 /// One restore, after which the build that was under way has ended well.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Restored {
-    /// From the command until each VM ran; the one that builds is the first.
+    /// Times from the command until each VM ran; the one that builds is the first.
     pub started_ms: Vec<f64>,
     /// Differences of its start and those of the others.
     pub backoff_ms: Backoff,
-    /// From the command until the build that was under way at the snapshot had ended.
+    /// Time from the command until the build that was under way at the snapshot had ended.
     pub finished_ms: f64,
-    /// What the build after it took.
+    /// Time that the build after it took.
     pub next_build_ms: f64,
 }
 
-/// What restores in one mode have in the middle.
+/// Summary of restores in one mode, in the middle.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Summary {
-    /// How many restores.
+    /// Number of restores.
     pub runs: usize,
-    /// Until all VMs ran.
+    /// Time until all VMs ran.
     pub started_ms: f64,
     /// The greatest of each restore.
     pub backoff_ms: f64,
-    /// As [`Restored::finished_ms`].
+    /// Time as in [`Restored::finished_ms`].
     pub finished_ms: f64,
-    /// As [`Restored::next_build_ms`].
+    /// Time as in [`Restored::next_build_ms`].
     pub next_build_ms: f64,
 }
 
@@ -51,7 +51,7 @@ impl Restored {
         self.started_ms.iter().copied().fold(0.0, f64::max)
     }
 
-    /// For the progress.
+    /// Words for the progress.
     pub fn words(&self) -> String {
         format!(
             "all ran after {:.0} ms, back-off {:.0} ms at most; the build ended after {:.0} ms, \
@@ -79,12 +79,12 @@ impl Summary {
 }
 
 impl Report {
-    /// Of nothing yet, but what is normal.
+    /// Report of nothing yet, but what is normal.
     pub fn new(build_ms: f64) -> Report {
         Report { build_ms, modes: BTreeMap::new(), restores: BTreeMap::new() }
     }
 
-    /// Of all restores.
+    /// Concludes from all restores.
     pub fn conclude(&mut self) {
         let of = |(mode, runs): (&String, &Vec<Restored>)| Some((mode.clone(), Summary::of(runs)?));
         self.modes = self.restores.iter().filter_map(of).collect();

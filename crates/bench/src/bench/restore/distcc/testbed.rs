@@ -18,8 +18,8 @@ const MEMORY_MIB: u32 = 256;
 const BUILDER: usize = 0;
 /// Jobs that each of the others takes at once.
 const JOBS: usize = 2;
-/// Where the builder has a line for each build that has ended: the library's hash, or `failed` and
-/// why.
+/// File where the builder has a line for each build that has ended: the library's hash, or `failed`
+/// and why.
 const BUILDS: &str = "/tmp/builds";
 /// Seconds for a build to end.
 const BUILD_LIMIT: u32 = 240;
@@ -27,7 +27,7 @@ const BUILD_LIMIT: u32 = 240;
 /// The guests, which build over and over.
 pub struct Testbed {
     members: Members,
-    /// What is restored, and how many builds had ended then.
+    /// Snapshot that is restored, and how many builds had ended then.
     taken: Option<(SnapshotNumber, usize)>,
 }
 

@@ -32,10 +32,10 @@ const RUNS: u32 = 3;
 const COUNTS: [usize; 3] = [8, 12, 16];
 const QUICK_COUNTS: [usize; 1] = [8];
 const ALL: [Mode; 5] = [Mode::Eager, Mode::Lazy, Mode::WorkingSet, Mode::HotNoLine, Mode::Hot];
-/// What the papers compare.
+/// Modes that the papers compare.
 const FEW: [Mode; 2] = [Mode::WorkingSet, Mode::Hot];
 
-/// Measures.
+/// Measures restores of groups.
 pub fn measure(args: &BenchRestoreArgs) -> Result<Report> {
     let counts: &[usize] = match (&args.vms[..], args.quick) {
         ([], true) => &QUICK_COUNTS,

@@ -14,62 +14,63 @@ const MAX_AIM_MS: f64 = 140.0;
 /// The mode that one gets.
 const DEFAULT: &str = "hot";
 
-/// What the section found. Times are in milliseconds.
+/// Findings of the section. Times are in milliseconds.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Report {
-    /// By the number of VMs, at the default: the greatest maximum of all runs, and the middle of
-    /// their means and medians.
+    /// Back-off by the number of VMs, at the default: the greatest maximum of all runs, and the
+    /// middle of their means and medians.
     pub backoff_ms: BTreeMap<usize, Backoff>,
-    /// By the number of VMs and the mode: the middle of all runs.
+    /// Summaries by the number of VMs and the mode: the middle of all runs.
     pub groups: BTreeMap<usize, BTreeMap<String, Summary>>,
     /// The snapshots that were restored.
     pub snapshots: BTreeMap<usize, Snapshot>,
     /// Each restore.
     pub restores: BTreeMap<usize, BTreeMap<String, Vec<Restored>>>,
-    /// What could not be measured.
+    /// Measurements that failed.
     pub group_failures: Vec<String>,
 }
 
 /// A snapshot of a group.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Snapshot {
-    /// How many VMs.
+    /// Number of VMs.
     pub vms: usize,
     /// Memory of each in MiB.
     pub memory_mib: u32,
-    /// How long it took.
+    /// Time that it took.
     pub took_ms: f64,
 }
 
 /// One restore. What is said of each VM is in their order.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Restored {
-    /// From the command until each ran.
+    /// Times from the command until each ran.
     pub started_ms: Vec<f64>,
-    /// Until nothing of each was left to load.
+    /// Times until nothing of each was left to load.
     pub restored_ms: Vec<f64>,
     /// Pages that each start waited for.
     pub pages_before_start: Vec<u64>,
     /// Differences of the starts of VMs that pay each other.
     pub backoff_ms: Backoff,
-    /// Of VMs that had frames in flight to each other at the snapshot; of all pairs if none had.
+    /// Differences of VMs that had frames in flight to each other at the snapshot; of all pairs if
+    /// none had.
     pub line_backoff_ms: Backoff,
     /// The longest wait of each for an answer over TCP, by its own clock.
     pub silence_ms: Backoff,
 }
 
-/// What restores in one mode have in the middle.
+/// Summary of restores in one mode, in the middle.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Summary {
-    /// How many restores.
+    /// Number of restores.
     pub runs: usize,
-    /// Until the first VM ran.
+    /// Time until the first VM ran.
     pub first_ms: f64,
-    /// Until a VM ran, in the middle of them.
+    /// Time until a VM ran, in the middle of them.
     pub vm_ms: f64,
-    /// Until the last one ran.
+    /// Time until the last one ran.
     pub last_ms: f64,
-    /// As [`Report::backoff_ms`].
+    /// Back-off, as in [`Report::backoff_ms`].
     pub backoff_ms: Backoff,
     /// The same for the silence.
     pub silence_ms: Backoff,
@@ -82,14 +83,14 @@ pub fn neighbours(count: usize) -> impl Iterator<Item = (usize, usize)> {
 }
 
 impl Snapshot {
-    /// For the progress.
+    /// Words for the progress.
     pub fn words(&self) -> String {
         format!("{} with {} MiB each in {:.0} ms", self.vms, self.memory_mib, self.took_ms)
     }
 }
 
 impl Restored {
-    /// For the progress.
+    /// Words for the progress.
     pub fn words(&self) -> String {
         let last = self.started_ms.iter().copied().fold(0.0, f64::max);
         format!(
@@ -126,7 +127,7 @@ impl Summary {
 }
 
 impl Report {
-    /// Of all restores.
+    /// Concludes from all restores.
     pub fn conclude(&mut self) {
         for (&count, modes) in &self.restores {
             let of =
@@ -139,7 +140,7 @@ impl Report {
         }
     }
 
-    /// What is aimed at.
+    /// Aims of the section.
     pub fn aims(&self) -> Vec<Aim> {
         let of = |(count, backoff): (&usize, &Backoff)| {
             let what = |which| format!("{which} back-off of {count} VMs, ms");

@@ -15,7 +15,7 @@ use understudy_snapshot::{Mode, SnapshotNumber};
 const MEMORY_MIB: u32 = 96;
 const HOSTS: [&str; 4] = ["a", "b", "c", "d"];
 const PORT: u16 = 7100;
-/// Between two payments of a way: all guests share this machine's processors.
+/// Pause between two payments of a way: all guests share this machine's processors.
 const PACE_MS: u32 = 50;
 /// Payments of each that prove that its connections live.
 const PAID: u64 = 20;

@@ -33,7 +33,7 @@ struct Sample {
     outcome: Result<Measured, String>,
 }
 
-/// Measures.
+/// Measures each way.
 pub fn measure(args: &BenchRestoreArgs) -> Result<Report> {
     let steps = plan::plan(&args.ways, runs(args, RUNS));
     let mut pair = Pair::start(args, &restore::load(args.memory_mib))?;

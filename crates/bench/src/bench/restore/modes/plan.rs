@@ -1,4 +1,4 @@
-//! What is measured, and when.
+//! Plan of what is measured, and when.
 
 use crate::bench::suite::plan::rotated;
 use clap::ValueEnum;
@@ -41,13 +41,13 @@ impl Way {
 /// One measurement to make.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// From 1.
+    /// Number of the round, from 1.
     pub round: u32,
-    /// How the guest comes back.
+    /// Way in which the guest comes back.
     pub way: Way,
 }
 
-/// Round by round, each way, each time in another order. Nothing asked for is everything.
+/// Steps, round by round: each way, each time in another order. Nothing asked for is everything.
 pub fn plan(only: &[Way], runs: u32) -> Vec<Step> {
     let wanted = |way: &&Way| only.is_empty() || only.contains(way);
     let ways: Vec<Way> = Way::value_variants().iter().filter(wanted).copied().collect();

@@ -17,37 +17,37 @@ const RESTORE_AIM: f64 = 4.0;
 /// Aim: at most so many times longer than its share of the bytes takes.
 const SHARE_AIM: f64 = 1.3;
 
-/// What the section found. Times are medians, in milliseconds, by this machine's clock.
+/// Findings of the section. Times are medians, in milliseconds, by this machine's clock.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     /// Memory of each guest in MiB.
     pub guest_memory_mib: u32,
     /// Measurements of each way.
     pub runs: BTreeMap<Way, usize>,
-    /// From the command until the guest ran. Plain QEMU's is without its start.
+    /// Time from the command until the guest ran. Plain QEMU's is without its start.
     pub restore_ms: BTreeMap<Way, f64>,
-    /// Until a client outside had an answer.
+    /// Time until a client outside had an answer.
     pub answer_ms: BTreeMap<Way, f64>,
-    /// Until nothing was left to load.
+    /// Time until nothing was left to load.
     pub whole_ms: BTreeMap<Way, f64>,
     /// Share of the pages with content that the start waited for.
     pub loaded_share: BTreeMap<Way, f64>,
-    /// How many times shorter than with all loaded before the start.
+    /// Factor by which it is shorter than with all loaded before the start.
     pub faster_than_eager: BTreeMap<Way, f64>,
     /// The restore at the default, beside what its share of the bytes takes: 1 is as long.
     pub beside_share: Option<f64>,
-    /// For how long a snapshot stopped the guest.
+    /// Time for which a snapshot stopped the guest.
     pub pause_ms: Option<f64>,
-    /// How long it took to take.
+    /// Time that it took to take it.
     pub snapshot_ms: Option<f64>,
-    /// For how long plain QEMU's `migrate file:` stopped the guest.
+    /// Time for which plain QEMU's `migrate file:` stopped the guest.
     pub saved_ms: Option<f64>,
-    /// What could not be measured.
+    /// Measurements that failed.
     pub mode_failures: Vec<String>,
 }
 
 impl Report {
-    /// Of these measurements.
+    /// Report of these measurements.
     pub(super) fn of(guest_memory_mib: u32, samples: &[Sample]) -> Report {
         let taken = |way: Way| {
             let of_way = samples.iter().filter(move |sample| sample.step.way == way);
@@ -98,7 +98,7 @@ impl Report {
         (ideal > 0.0).then(|| self.restore_ms.get(&Way::Hot).map(|hot| hot / ideal)).flatten()
     }
 
-    /// What is aimed at.
+    /// Aims of the section.
     pub fn aims(&self) -> Vec<Aim> {
         let mut aims = Vec::new();
         if let (Some(pause), PAUSE_AIM_MIB) = (self.pause_ms, self.guest_memory_mib) {

@@ -10,27 +10,27 @@ use understudy_protocol::PAGE_SIZE;
 use understudy_report::cluster::{RestoreRequest, SnapshotRequest};
 use understudy_snapshot::Mode;
 
-/// What a step measured. Times are in milliseconds.
+/// Figures that a step measured. Times are in milliseconds.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Measured {
-    /// From the command until the guest ran.
+    /// Time from the command until the guest ran.
     pub restore_ms: f64,
-    /// Until nothing was left to load.
+    /// Time until nothing was left to load.
     pub whole_ms: f64,
-    /// Until the guest answered a request.
+    /// Time until the guest answered a request.
     pub answer_ms: f64,
     /// Pages that the start waited for.
     pub pages_before_start: Option<u64>,
     /// All pages that have content.
     pub pages: u64,
-    /// For how long taking the snapshot stopped the guest.
+    /// Time for which taking the snapshot stopped the guest.
     pub pause_ms: f64,
-    /// How long taking it took.
+    /// Time that taking it took.
     pub snapshot_ms: f64,
 }
 
 impl Measured {
-    /// For the progress.
+    /// Words for the progress.
     pub fn words(&self) -> String {
         format!(
             "ran after {:.0} ms, answered after {:.0} ms, whole after {:.0} ms",

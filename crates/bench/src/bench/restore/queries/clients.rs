@@ -10,24 +10,24 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use understudy_lab::{Namespace, in_namespace, wait_for};
 
-/// How many.
+/// Number of clients.
 pub const CLIENTS: usize = 10;
-/// For a connection, and for an answer.
+/// Time for a connection, and for an answer.
 const LIMIT: Duration = Duration::from_secs(120);
 
 /// An answer that a client got.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Answer {
-    /// When.
+    /// Time at which it came.
     pub at: Instant,
-    /// How long it took.
+    /// Time that it took.
     pub took: Duration,
 }
 
-/// What a client had.
+/// Connection and answers that a client had.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Served {
-    /// How long connecting took.
+    /// Time that connecting took.
     pub connecting: Duration,
     /// One answer after the other.
     pub answers: Vec<Answer>,

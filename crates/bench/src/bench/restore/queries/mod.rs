@@ -35,12 +35,12 @@ const MEMORY_MIB: u32 = 256;
 /// Documents of each guest.
 const DOCUMENTS_MIB: u32 = 96;
 const PORT: u16 = 7200;
-/// How many answers tell what is normal.
+/// Number of answers that tell what is normal.
 const NORMAL: usize = 400;
 const MODES: [Mode; 5] = [Mode::Eager, Mode::Lazy, Mode::WorkingSet, Mode::HotNoLine, Mode::Hot];
 const QUICK_MODES: [Mode; 2] = [Mode::WorkingSet, Mode::Hot];
 
-/// Measures.
+/// Measures the first answers.
 pub fn measure(args: &BenchRestoreArgs) -> Result<Report> {
     let modes: &[Mode] = if args.quick { &QUICK_MODES } else { &MODES };
     let runs = runs(args, RUNS);

@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 
 /// Number of queries of each client that are looked at.
 pub const QUERIES: usize = 20;
-/// Up to so many times as long as before the snapshot is normal.
+/// Factor up to which a query is normal, beside one before the snapshot.
 const NORMAL: f64 = 2.0;
 
-/// What the section found. Times are in milliseconds.
+/// Findings of the section. Times are in milliseconds.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
-    /// What a query takes before the snapshot, on average.
+    /// Time that a query takes before the snapshot, on average.
     pub query_ms: f64,
     /// Each mode: the middle of its restores.
     pub queries: BTreeMap<String, Summary>,
@@ -27,34 +27,34 @@ pub struct Report {
 /// One restore.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Restored {
-    /// From the command until both guests ran.
+    /// Time from the command until both guests ran.
     pub started_ms: f64,
-    /// What a client waited for its connection, on average.
+    /// Time that a client waited for its connection, on average.
     pub connect_ms: f64,
-    /// From the command until the first client had its first answer.
+    /// Time from the command until the first client had its first answer.
     pub first_answer_ms: f64,
-    /// What the clients waited for their first, second, … answer, on average.
+    /// Times that the clients waited for their first, second, … answer, on average.
     pub mean_ms: Vec<f64>,
 }
 
-/// What restores in one mode have in the middle.
+/// Summary of restores in one mode, in the middle.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Summary {
-    /// From the command until both guests ran.
+    /// Time from the command until both guests ran.
     pub started_ms: f64,
-    /// What a client waited for its connection, on average.
+    /// Time that a client waited for its connection, on average.
     pub connect_ms: f64,
-    /// From the command until the first client had its first answer.
+    /// Time from the command until the first client had its first answer.
     pub first_answer_ms: f64,
-    /// Of the first, second, … answer of a client.
+    /// Times of the first, second, … answer of a client.
     pub mean_ms: Vec<f64>,
-    /// From which query on, counted from 1, all take at most twice as long as before the
+    /// Query, counted from 1, from which on all take at most twice as long as before the
     /// snapshot; none if the last of them does not.
     pub normal_from: Option<usize>,
 }
 
 impl Restored {
-    /// Of what each client had after a restore that was asked for then.
+    /// Result of what each client had after a restore that was asked for then.
     pub fn of(began: Instant, started_ms: f64, served: &[Served]) -> Restored {
         let ms = |time: Duration| time.as_secs_f64() * 1e3;
         let mean = |times: Vec<Duration>| {
@@ -73,7 +73,7 @@ impl Restored {
         }
     }
 
-    /// For the progress.
+    /// Words for the progress.
     pub fn words(&self) -> String {
         let at = |query: usize| self.mean_ms.get(query).copied().unwrap_or_default();
         format!(
@@ -90,12 +90,12 @@ impl Restored {
 }
 
 impl Report {
-    /// Of nothing yet, but what is normal.
+    /// Report of nothing yet, but what is normal.
     pub fn new(query_ms: f64) -> Report {
         Report { query_ms, queries: BTreeMap::new(), query_restores: BTreeMap::new() }
     }
 
-    /// Of all restores.
+    /// Concludes from all restores.
     pub fn conclude(&mut self) {
         for (mode, restores) in &self.query_restores {
             let middle = |figure: &dyn Fn(&Restored) -> Option<f64>| {

@@ -1,4 +1,4 @@
-//! What the guest does while its accesses are noted: the papers' programs, as far as Debian has
+//! Loads of the guest while its accesses are noted: the papers' programs, as far as Debian has
 //! them in small.
 
 use clap::ValueEnum;

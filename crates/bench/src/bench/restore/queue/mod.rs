@@ -1,4 +1,4 @@
-//! Which pages each policy has loaded when the guest touches them (HotRestore, Tables 1 to 3 and
+//! Pages that each policy has loaded when the guest touches them (HotRestore, Tables 1 to 3 and
 //! Figure 6). For each load:
 //!
 //! 1. A snapshot is taken while the load runs, as it is taken by default: the first accesses of
@@ -40,12 +40,12 @@ use testbed::Testbed;
 /// Shares of the working set that are loaded before the start.
 const SHARES: [f64; 4] = [0.5, 0.7, 1.0, 2.0];
 const QUICK_SHARES: [f64; 2] = [0.5, 1.0];
-/// How often each load is measured.
+/// Number of times that each load is measured.
 const RUNS: u32 = 3;
-/// What is measured at once.
+/// Loads that are measured with `--quick`.
 const QUICK_LOADS: [Load; 2] = [Load::Compile, Load::Pi];
 
-/// Measures.
+/// Measures each load.
 pub fn measure(args: &BenchRestoreArgs) -> Result<Report> {
     let loads = match (&args.workloads[..], args.quick) {
         ([], true) => &QUICK_LOADS,

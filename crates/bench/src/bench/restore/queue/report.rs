@@ -11,50 +11,51 @@ use understudy_snapshot::WorkingSetFactor;
 
 /// Share of the touched pages that first access, first load is to have loaded.
 const HIT_RATE_AIM: f64 = 0.944;
-/// What the paper has at 15 000 pages.
+/// Hit rates that the paper has at 15 000 pages.
 const OF_THE_PAPER: ByPolicy = ByPolicy { fafl: HIT_RATE_AIM, lru: 0.857, clock: 0.868 };
 /// Share by which the working set is to be smaller than by sampling.
 const REDUCTION_AIM: f64 = 0.51;
 
-/// What the section found.
+/// Findings of the section.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
     /// Memory of the guest in MiB.
     pub queue_memory_mib: u32,
-    /// Of first access at 15 000 pages, in snapshots as they are taken by default; the middle of
-    /// all loads.
+    /// Hit rate of first access at 15 000 pages, in snapshots as they are taken by default; the
+    /// middle of all loads.
     pub hit_rate_as_taken: Option<f64>,
     /// The same.
     pub accuracy_as_taken: Option<f64>,
-    /// At 15 000 pages, of policies that saw the same accesses; the middle of all loads.
+    /// Hit rates at 15 000 pages, of policies that saw the same accesses; the middle of all loads.
     pub hit_rate: Option<ByPolicy>,
     /// The same.
     pub accuracy: Option<ByPolicy>,
-    /// By the paper's measure, at half of what each load touches; the middle of all loads.
+    /// Hit rate by the paper's measure, at half of what each load touches; the middle of all loads.
     pub hit_rate_at_half_as_taken: Option<f64>,
     /// The same of policies that saw the same accesses.
     pub hit_rate_at_half: Option<ByPolicy>,
-    /// At the product's own estimate of the working set.
+    /// Hit rates at the product's own estimate of the working set.
     pub hit_rate_at_working_set: Option<ByPolicy>,
     /// The same.
     pub accuracy_at_working_set: Option<ByPolicy>,
-    /// How much smaller that estimate is than the one by sampling alone; the middle of all loads.
-    /// It has 0.7 of the latter: 0.3 at most.
+    /// Share by which that estimate is smaller than the one by sampling alone; the middle of all
+    /// loads. It has 0.7 of the latter: 0.3 at most.
     pub wss_reduction: Option<f64>,
     /// The same of what first access found by itself: the trace without the sample.
     pub wss_reduction_traced: Option<f64>,
-    /// How much less than the estimate by sampling a restore at the default waits for.
+    /// Share by which what a restore at the default waits for is less than the estimate by
+    /// sampling.
     pub loaded_reduction: Option<f64>,
     /// Each load, in the middle one of its rounds by the hit rate at 15 000 pages, as it is taken.
     pub workloads: BTreeMap<Load, Figures>,
     /// Each load, round by round.
     #[serde(rename = "queue_rounds")]
     pub rounds: BTreeMap<Load, Vec<Figures>>,
-    /// What could not be measured.
+    /// Measurements that failed.
     pub queue_failures: Vec<String>,
 }
 
-/// What was found of one load.
+/// Findings on one load.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Figures {
     /// Pages that it touched in the 7 s after the snapshot that was taken by default: its queue of
@@ -66,39 +67,39 @@ pub struct Figures {
     pub working_set: u64,
     /// The estimate by sampling in normal running, in pages.
     pub sampled: Option<u64>,
-    /// With so many pages loaded.
+    /// Scores with so many pages loaded.
     pub sizes: Vec<AtSize>,
-    /// With half of what it touches loaded.
+    /// Scores with half of what it touches loaded.
     pub at_half: AtHalf,
-    /// With a half, seven tenths, all of the working set loaded.
+    /// Scores with a half, seven tenths, all of the working set loaded.
     pub of_working_set: Vec<AtSize>,
-    /// With such a share of the working set loaded.
+    /// Faults with such a share of the working set loaded.
     pub faults: ByShare<Faults>,
 }
 
-/// What was missing in the 7 s after a restore.
+/// Pages that were missing in the 7 s after a restore.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Faults {
     /// Pages that were touched and had not been loaded before the start.
     pub not_loaded: u64,
-    /// How often the guest waited for a page: a chunk of 64 pages comes at once, and the rest is
-    /// loaded meanwhile.
+    /// Number of times that the guest waited for a page: a chunk of 64 pages comes at once, and the
+    /// rest is loaded meanwhile.
     pub waits: u64,
 }
 
 impl Figures {
-    /// With the paper's number of pages.
+    /// Scores with the paper's number of pages.
     fn named(&self) -> Option<AtSize> {
         self.sizes.iter().find(|at| at.pages == NAMED).copied()
     }
 
-    /// By which share so many pages are less than sampling says.
+    /// Share by which so many pages are less than sampling says.
     fn smaller(&self, pages: f64) -> Option<f64> {
         let sampled = self.sampled.filter(|&pages| pages > 0)?;
         Some(1.0 - pages / sampled as f64)
     }
 
-    /// For the progress.
+    /// Words for the progress.
     pub fn words(&self) -> String {
         let sampled = self.sampled.map_or("not".to_owned(), |pages| pages.to_string());
         let rates = |at: &AtSize| {
@@ -118,7 +119,7 @@ impl Figures {
 }
 
 impl Report {
-    /// Of nothing yet.
+    /// Report of nothing yet.
     pub fn new(queue_memory_mib: u32) -> Report {
         Report {
             queue_memory_mib,
@@ -139,7 +140,7 @@ impl Report {
         }
     }
 
-    /// Of all loads that are there.
+    /// Concludes from all loads that are there.
     pub fn conclude(&mut self) {
         let one = |(load, rounds): (&Load, &Vec<Figures>)| Some((*load, middle_round(rounds)?));
         self.workloads = self.rounds.iter().filter_map(one).collect();
@@ -167,7 +168,7 @@ impl Report {
         median(&self.workloads.values().filter_map(of).collect::<Vec<f64>>())
     }
 
-    /// What is aimed at.
+    /// Aims of the section.
     pub fn aims(&self) -> Vec<Aim> {
         let rates = [
             ("as snapshots are taken by default", self.hit_rate_as_taken),

@@ -1,4 +1,4 @@
-//! How well each policy foretold what was touched, from what was noted.
+//! Scores of how well each policy foretold what was touched, from what was noted.
 
 use crate::bench::suite::statistics::median;
 use serde::Serialize;
@@ -18,13 +18,13 @@ pub const NAMED: u64 = 15_000;
 pub struct ByPolicy {
     /// First access, first load.
     pub fafl: f64,
-    /// Least recently used.
+    /// Recency: least recently used.
     pub lru: f64,
     /// CLOCK.
     pub clock: f64,
 }
 
-/// What was noted of one snapshot: all accesses after it, in their order, and the pages that were
+/// Notes on one snapshot: all accesses after it, in their order, and the pages that were
 /// touched after its restore.
 #[derive(Clone, Debug)]
 pub struct Noted {
@@ -34,19 +34,21 @@ pub struct Noted {
     pub touched: Vec<u64>,
 }
 
-/// How well so many pages in the order of a queue of first accesses foretold what was touched.
+/// Scores of how well so many pages in the order of a queue of first accesses foretold what was
+/// touched.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Foretold {
     /// Share of the touched pages that are among them.
     pub hit_rate: f64,
     /// Share of them that was touched.
     pub accuracy: f64,
-    /// What no policy of that size can exceed: the share of the touched pages that it could load.
+    /// Bound that no policy of that size can exceed: the share of the touched pages that it could
+    /// load.
     pub bound: f64,
 }
 
 impl Foretold {
-    /// With the first `pages` of the queue loaded.
+    /// Scores with the first `pages` of the queue loaded.
     pub fn of(pages: u64, noted: &Noted) -> Foretold {
         let mut queue = FirstAccess::new(pages as usize);
         for page in numbered(&noted.accesses) {
@@ -59,23 +61,24 @@ impl Foretold {
     }
 }
 
-/// What would have become of a restore with so many pages loaded before the start.
+/// Scores of a restore with so many pages loaded before the start.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct AtSize {
     /// Pages loaded.
     pub pages: u64,
-    /// By the queue of a snapshot as it is taken by default: only first accesses are traced.
+    /// Scores by the queue of a snapshot as it is taken by default: only first accesses are traced.
     pub as_taken: Foretold,
     /// Share of the touched pages that had been loaded, by policies that saw the same accesses.
     pub hit_rate: ByPolicy,
     /// Share of the loaded pages that were touched.
     pub accuracy: ByPolicy,
-    /// What no policy of that size can exceed: the share of the touched pages that it could load.
+    /// Bound that no policy of that size can exceed: the share of the touched pages that it could
+    /// load.
     pub bound: f64,
 }
 
 impl AtSize {
-    /// Of a snapshot as it is taken by default, and of one that has all accesses.
+    /// Scores of a snapshot as it is taken by default, and of one that has all accesses.
     pub fn of(pages: u64, as_taken: &Noted, compared: &Noted) -> AtSize {
         let size = pages as usize;
         let (mut first, mut recent, mut clock) =
@@ -102,9 +105,9 @@ impl AtSize {
     }
 }
 
-/// How well the first half of what was touched was foretold, by HotRestore's own measure: so many
-/// pages are loaded, and of the first so many that are touched that share had been. No load is
-/// too small for it: only who foretells the order of accesses has all.
+/// Scores of how well the first half of what was touched was foretold, by HotRestore's own measure:
+/// so many pages are loaded, and of the first so many that are touched that share had been. No load
+/// is too small for it: only who foretells the order of accesses has all.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct AtHalf {
     /// Pages loaded, of a snapshot as it is taken by default: half of what was touched after it.
@@ -116,7 +119,7 @@ pub struct AtHalf {
 }
 
 impl AtHalf {
-    /// Of a snapshot as it is taken by default, and of one that has all accesses.
+    /// Scores of a snapshot as it is taken by default, and of one that has all accesses.
     pub fn of(as_taken: &Noted, compared: &Noted) -> AtHalf {
         let pages = as_taken.touched.len() as u64 / 2;
         let (as_taken, compared) = (as_taken.first_half(), compared.first_half());
@@ -126,7 +129,7 @@ impl AtHalf {
 }
 
 impl Noted {
-    /// With the first half of what was touched.
+    /// Notes with the first half of what was touched.
     fn first_half(&self) -> Noted {
         let half = self.touched.len() / 2;
         Noted { accesses: self.accesses.clone(), touched: self.touched[..half].to_vec() }

@@ -21,9 +21,9 @@ use understudy_report::cluster::{RestoreRequest, SnapshotRequest};
 use understudy_report::traces::{RestoreTrace, SnapshotTrace};
 use understudy_snapshot::{Mode, SnapshotNumber};
 
-/// For a load to be what it is for long.
+/// Time for a load to be what it is for long.
 const SETTLE: Duration = Duration::from_secs(3);
-/// For its working set to be sampled, in periods of 7 s.
+/// Time for its working set to be sampled, in periods of 7 s.
 const SAMPLED: Duration = Duration::from_secs(29);
 const QUICKLY_SAMPLED: Duration = Duration::from_secs(15);
 
@@ -32,7 +32,7 @@ pub struct Testbed {
     stage: Stage,
     idle: SnapshotNumber,
     sampled: Duration,
-    /// Removed when dropped.
+    /// Directory of traces, which is removed when dropped.
     traces: TempDir,
 }
 
@@ -99,13 +99,13 @@ impl Testbed {
         })
     }
 
-    /// What the guest touches after it is restored with all its memory.
+    /// Pages that the guest touches after it is restored with all its memory.
     fn touched(&self, number: SnapshotNumber) -> Result<Vec<u64>> {
         let eager = RestoreRequest { mode: Mode::Eager, ..of(number) };
         self.watched(eager)?.touched.context("accesses were not noted")
     }
 
-    /// What is missing when it is restored with such shares of its working set.
+    /// Pages that are missing when it is restored with such shares of its working set.
     fn faults(&self, taken: &Taken, noted: &Noted, shares: &[f64]) -> Result<ByShare<Faults>> {
         let queue = &noted.accesses;
         let mut faults = ByShare::new();

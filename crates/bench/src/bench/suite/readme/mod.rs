@@ -24,27 +24,28 @@ const END: &str = "<!-- made by `make readme-table`: end -->\n";
 const KEPT: &str = "docs/performance/suite.json";
 const README: &str = "README.md";
 const PERFORMANCE: &str = "docs/performance.md";
-/// What reports of earlier suites lack.
+/// Subjects that reports of earlier suites lack.
 const LATER: [Subject; 4] =
     [Subject::Pgbench1, Subject::Pgbench4, Subject::Pgbench32, Subject::Redis];
 /// The processor seconds of the first host, daemon and QEMU, among the details of a figure.
 const PRIMARY_SIDE: &str = "cpu_primary_s";
-/// Those of the second host.
+/// Detail that has those of the second host.
 const BACKUP_SIDE: &str = "cpu_backup_s";
-/// What the tables cannot do without.
+/// Variants that the tables cannot do without.
 const NEEDED: [Variant; 3] = [Variant::Unprotected, Variant::Adaptive, Variant::Plain];
 
 /// The part of a report that the tables need; `report.json` has it, and more.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Figures {
-    /// What was built.
+    /// Commit that was built.
     commit: Option<String>,
-    /// What else must be known: in the file that is kept, written by hand.
+    /// Note on what else must be known: in the file that is kept, written by hand.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     note: Option<String>,
     machine: Machine,
     scale: String,
-    /// What everybody who reads the figures must know; the first says who had which processors.
+    /// Conditions that everybody who reads the figures must know; the first says who had which
+    /// processors.
     #[serde(default)]
     conditions: Vec<String>,
     workloads: BTreeMap<Subject, BTreeMap<Variant, Figure>>,
@@ -53,11 +54,11 @@ struct Figures {
     shared: Option<Shared>,
 }
 
-/// What stands beside a run with a processor for each host.
+/// Figures that stand beside a run with a processor for each host.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Shared {
     source: String,
-    /// Under the default policy, as [`Figures::speed`] has it.
+    /// Speeds under the default policy, as [`Figures::speed`] has it.
     speeds: BTreeMap<Subject, f64>,
 }
 
@@ -80,7 +81,7 @@ struct Figure {
     replication_mbit_s: Option<f64>,
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     details: BTreeMap<String, f64>,
-    /// What the plots are made of.
+    /// Data that the plots are made of.
     #[serde(skip_serializing_if = "Value::is_null")]
     extra: Value,
 }
@@ -160,7 +161,7 @@ impl Figures {
         self.workloads.get(&subject)?.get(&variant)
     }
 
-    /// Beside the unprotected guest; of [`Subject::Latency`] the milliseconds that are added.
+    /// Speed beside the unprotected guest; of [`Subject::Latency`] the milliseconds that are added.
     fn speed(&self, subject: Subject, variant: Variant) -> Option<f64> {
         let figure = self.figure(subject, variant)?;
         if subject != Subject::Latency {
@@ -189,7 +190,7 @@ impl Figures {
         })
     }
 
-    /// How often the workloads were run: the least and the most.
+    /// Number of times that the workloads were run: the least and the most.
     fn rounds(&self) -> String {
         let all = workloads().filter_map(|subject| self.workloads.get(&subject));
         let runs: Vec<usize> = all.flat_map(BTreeMap::values).map(|figure| figure.runs).collect();
@@ -212,7 +213,7 @@ impl Figures {
         Some(seconds(variant, side)? / seconds(Variant::Unprotected, PRIMARY_SIDE)?)
     }
 
-    /// Without what no table and no plot has.
+    /// Drops what no table and no plot has.
     fn kept(mut self) -> Figures {
         for (subject, cells) in &mut self.workloads {
             let plotted = matches!(subject, Subject::Pause | Subject::Failover);

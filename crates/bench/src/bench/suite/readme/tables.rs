@@ -53,7 +53,7 @@ pub(super) fn readme(figures: &Figures) -> Result<String> {
     Ok(text)
 }
 
-/// Of which reports the figures are, and who had which processors.
+/// Reports that the figures are of, and who had which processors.
 fn sources(figures: &Figures) -> Result<String> {
     let mut text = format!("One report: {}.", figures.source()?);
     if let Some(processors) = figures.conditions.first() {
@@ -128,7 +128,7 @@ pub(super) fn performance(figures: &Figures) -> Result<String> {
     Ok(text + "\n" + &own_figures(figures) + &processors(figures) + &waits(figures))
 }
 
-/// What the same work costs the processors of both hosts.
+/// Costs of the same work for the processors of both hosts.
 fn processors(figures: &Figures) -> String {
     let columns = [
         (Variant::Plain, PRIMARY_SIDE),
@@ -153,7 +153,7 @@ fn processors(figures: &Figures) -> String {
     )
 }
 
-/// How long the clients of databases wait.
+/// Times that the clients of databases wait.
 fn waits(figures: &Figures) -> String {
     let columns = [Variant::Plain, Variant::Unprotected, Variant::Adaptive];
     let row = |subject: Subject| {

@@ -1,0 +1,448 @@
+//! What a keeper sees of its host's files: in a mount namespace of its own, the directories and the arbiter's records of
+//! its own VMs, and not those of others; no keys that are not its host's own, and no devices below its file systems. The
+//! rest is as it is for its daemon.
+//!
+//! Nothing can be mounted from within any more: [`super::rights`] sees to that. A further VM of its group is
+//! [admitted](admit) by the daemon.
+
+mod devices;
+
+use super::note;
+use crate::config::HostConfig;
+use crate::host::prepare_directory;
+use anyhow::Context;
+use nix::errno::Errno;
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sched::{CloneFlags, setns, unshare};
+use rustix::fs::CWD;
+use rustix::mount::{MoveMountFlags, OpenTreeFlags, move_mount, open_tree};
+use std::fs::{self, File};
+use std::io::{self, ErrorKind as IoErrorKind};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::{env, thread};
+use tracing::warn;
+use understudy_arbiter::{ArbiterConfig, MEMORY, folders_of, identity_file};
+use understudy_link::pki::CA_KEY;
+use understudy_protocol::VmName;
+use understudy_replication::records;
+use understudy_report::error::{ErrorKind, HostError};
+
+/// What a mount that hides something is called in /proc/self/mountinfo.
+const COVER: &str = "understudy-keeper";
+/// Room for the names of what is left.
+const ROOM: &str = "mode=0700,size=256k";
+
+/// How far the host lets it have one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum View {
+    /// It sees no other VMs.
+    Own,
+    /// It sees all; why.
+    Whole(String),
+}
+
+/// Gives this process, which has one thread, the view of a VM's keeper.
+pub fn enter(config: &HostConfig, vm: &VmName) -> Result<View, HostError> {
+    if let Err(why) = begin() {
+        return Ok(View::Whole(why));
+    }
+    narrow(config, vm).map(|()| View::Own).map_err(|error| {
+        let message = format!("a keeper cannot be kept from what is other VMs': {error:#}");
+        HostError::new(ErrorKind::Internal, message)
+    })
+}
+
+/// Whether a keeper would get one here: tried in a thread that ends.
+pub fn probe() -> Result<(), String> {
+    thread::spawn(begin).join().unwrap_or_else(|_| Err("the thread that tried it panicked".into()))
+}
+
+/// Only if nothing that is mounted here is mounted for the host, too.
+fn begin() -> Result<(), String> {
+    let begun = unshare(CloneFlags::CLONE_NEWNS).and_then(|()| {
+        mount(None::<&str>, "/", None::<&str>, MsFlags::MS_SLAVE | MsFlags::MS_REC, None::<&str>)
+    });
+    begun.map_err(|error| format!("it cannot have a mount namespace of its own: {error}"))
+}
+
+fn narrow(config: &HostConfig, vm: &VmName) -> anyhow::Result<()> {
+    // What it works in would lead to what is covered.
+    let working = env::current_dir().unwrap_or_else(|_| PathBuf::from("/"));
+    let state = &config.state_dir;
+    let own = vm.below(state);
+    prepare_directory(&own)?;
+    let mut left = vec![own, state.join(MEMORY)];
+    left.extend(nobodys(state)?);
+    show_only(state, &left)?;
+    if let Some(ArbiterConfig::File { path }) = &config.arbiter {
+        let identity = identity_file(path);
+        // Without it the arbiter is new, or its storage is not mounted.
+        match fs::metadata(&identity).and_then(|_| make_folders(path, vm)) {
+            Ok(folders) => show_only(path, &[folders, vec![identity]].concat())?,
+            Err(error) => {
+                warn!("the records of other VMs are not hidden: {}: {error}", path.display());
+            }
+        }
+    }
+    for file in strange_keys(config).into_iter().chain(devices::all()) {
+        bar(&file).with_context(|| format!("cannot hide {}", file.display()))?;
+    }
+    env::set_current_dir(working).or_else(|_| env::set_current_dir("/"))?;
+    Ok(())
+}
+
+/// What lies in the state directory and is no VM's: images that somebody has put there.
+fn nobodys(state: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    let looked = || -> io::Result<Vec<PathBuf>> {
+        let entries = fs::read_dir(state)?.collect::<io::Result<Vec<_>>>()?;
+        Ok(entries.iter().map(fs::DirEntry::path).filter(|path| is_nobodys(path)).collect())
+    };
+    looked().with_context(|| format!("cannot read {}", state.display()))
+}
+
+/// A VM's directory is closed to all but root from its first moment, before there is anything in it.
+fn is_nobodys(directory: &Path) -> bool {
+    let is_open = |found: fs::Metadata| found.is_dir() && found.mode() & 0o077 != 0;
+    let of_vms = [note::FILE, records::FILE];
+    fs::metadata(directory).is_ok_and(is_open)
+        && !of_vms.iter().any(|file| directory.join(file).exists())
+}
+
+/// The folders of the arbiter's records about a VM, which are made if they are not there: later they could not be.
+fn make_folders(arbiter: &Path, vm: &VmName) -> io::Result<Vec<PathBuf>> {
+    let folders = folders_of(arbiter, vm);
+    for folder in &folders {
+        match fs::create_dir(folder) {
+            Err(error) if error.kind() != IoErrorKind::AlreadyExists => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(folders)
+}
+
+/// The authority's key and those of other hosts, where this one was set up, and the tokens of its API.
+fn strange_keys(config: &HostConfig) -> Vec<PathBuf> {
+    let tokens = config.api.iter().flat_map(|api| api.tokens.values().cloned());
+    let Some(tls) = &config.tls else { return tokens.collect() };
+    let of_hosts = config.peers.keys().map(|host| format!("{host}.key"));
+    let keys = of_hosts.chain([CA_KEY.to_owned()]).map(|name| tls.ca.with_file_name(name));
+    keys.filter(|key| *key != tls.key).chain(tokens).collect()
+}
+
+/// Covers a directory, with these of its entries, as far as they are there, in the cover.
+fn show_only(directory: &Path, entries: &[PathBuf]) -> anyhow::Result<()> {
+    let shown = || -> anyhow::Result<()> {
+        // Held before they are out of sight.
+        let mut held = Vec::new();
+        for path in entries {
+            match hold(path) {
+                Ok(entry) => held.push((path, entry)),
+                Err(error) if error.kind() == IoErrorKind::NotFound => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        mount(Some(COVER), directory, Some("tmpfs"), cover_flags(), Some(ROOM))?;
+        for (path, entry) in held {
+            match entry.metadata()?.is_dir() {
+                true => fs::create_dir(path)?,
+                false => drop(File::create_new(path)?),
+            }
+            bind(&PathBuf::from(format!("/proc/self/fd/{}", entry.as_raw_fd())), path)?;
+            if !entry.metadata()?.is_dir() {
+                close(path)?;
+            }
+        }
+        Ok(close(directory)?)
+    };
+    shown().with_context(|| format!("cannot hide what is in {}", directory.display()))
+}
+
+fn hold(path: &Path) -> io::Result<File> {
+    File::options().read(true).custom_flags(nix::libc::O_PATH).open(path)
+}
+
+fn cover_flags() -> MsFlags {
+    MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC
+}
+
+fn bind(what: &Path, place: &Path) -> nix::Result<()> {
+    let flags = MsFlags::MS_BIND | MsFlags::MS_REC;
+    mount(Some(what), place, None::<&str>, flags, None::<&str>)
+}
+
+/// What would be written into a cover would be lost.
+fn close(cover: &Path) -> nix::Result<()> {
+    change(cover, cover_flags() | MsFlags::MS_RDONLY)
+}
+
+fn open(cover: &Path) -> nix::Result<()> {
+    change(cover, cover_flags())
+}
+
+fn change(place: &Path, flags: MsFlags) -> nix::Result<()> {
+    let flags = flags | MsFlags::MS_BIND | MsFlags::MS_REMOUNT;
+    mount(None::<&str>, place, None::<&str>, flags, None::<&str>)
+}
+
+/// Nobody opens it any more, root included: it is a device where there are none.
+fn bar(file: &Path) -> nix::Result<()> {
+    match bind(Path::new("/dev/null"), file) {
+        Err(Errno::ENOENT) => Ok(()),
+        bound => bound.and_then(|()| close(file)),
+    }
+}
+
+/// A directory that a keeper is to see.
+struct Entry {
+    path: PathBuf,
+    is: (u64, u64),
+    tree: OwnedFd,
+}
+
+/// Lets a keeper see what a further VM of its group has, before it is told of it.
+pub(super) fn admit(config: &HostConfig, vm: &VmName, keeper: u32) -> Result<(), HostError> {
+    let admitted = || -> anyhow::Result<()> {
+        let namespace = File::open(format!("/proc/{keeper}/ns/mnt"))?;
+        let own = fs::metadata("/proc/self/ns/mnt")?;
+        if identity(&namespace.metadata()?) == identity(&own) {
+            return Ok(());
+        }
+        let directory = vm.below(&config.state_dir);
+        prepare_directory(&directory)?;
+        let mut entries = vec![Entry::new(directory)?];
+        if let Some(ArbiterConfig::File { path }) = &config.arbiter {
+            let folders = make_folders(path, vm)?;
+            entries
+                .extend(folders.into_iter().map(Entry::new).collect::<anyhow::Result<Vec<_>>>()?);
+        }
+        let there = thread::Builder::new().name("admit".to_owned()).spawn(move || {
+            // A thread of its own can be elsewhere than the others.
+            unshare(CloneFlags::CLONE_FS)?;
+            setns(namespace, CloneFlags::CLONE_NEWNS)?;
+            entries.iter().try_for_each(Entry::show)
+        })?;
+        there.join().unwrap_or_else(|_| Err(anyhow::anyhow!("the thread that did it panicked")))
+    };
+    admitted().map_err(|error| {
+        let message =
+            format!("the keeper of {vm}'s group cannot be given what is {vm}'s: {error:#}");
+        HostError::new(ErrorKind::Internal, message)
+    })
+}
+
+fn identity(metadata: &fs::Metadata) -> (u64, u64) {
+    (metadata.dev(), metadata.ino())
+}
+
+impl Entry {
+    fn new(path: PathBuf) -> anyhow::Result<Entry> {
+        let flags = OpenTreeFlags::OPEN_TREE_CLONE
+            | OpenTreeFlags::OPEN_TREE_CLOEXEC
+            | OpenTreeFlags::AT_RECURSIVE;
+        let tree = open_tree(CWD, &path, flags).with_context(|| path.display().to_string())?;
+        Ok(Entry { is: identity(&fs::metadata(&path)?), path, tree })
+    }
+
+    /// In the keeper's namespace.
+    fn show(&self) -> anyhow::Result<()> {
+        match fs::metadata(&self.path) {
+            // Nothing is hidden from it, or this no more.
+            Ok(seen) if identity(&seen) == self.is => return Ok(()),
+            // It has been made anew since.
+            Ok(_) => umount2(&self.path, MntFlags::MNT_DETACH)?,
+            Err(error) if error.kind() == IoErrorKind::NotFound => self.make_place()?,
+            Err(error) => return Err(error.into()),
+        }
+        let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
+        move_mount(&self.tree, "", CWD, &self.path, flags)
+            .with_context(|| self.path.display().to_string())
+    }
+
+    fn make_place(&self) -> anyhow::Result<()> {
+        let cover = self.path.parent().context("it is in a directory")?;
+        open(cover)?;
+        let made = fs::create_dir(&self.path);
+        close(cover)?;
+        Ok(made?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+
+    /// A host with a VM of a keeper, `db`, and another one.
+    fn host(directory: &Path) -> HostConfig {
+        let place = |path: &str| directory.join(path);
+        prepare_directory(&place("state/begun")).unwrap();
+        for (file, text) in [
+            ("state/db/record.json", "own"),
+            ("state/shop/record.json", "another's"),
+            ("state/shop/disk0.img", "another's"),
+            ("state/begun/disk0.img", "another's"),
+            ("state/images/cd.iso", "nobody's"),
+            ("state/arbiter.id", "id"),
+            ("arbiter/.identity", "id"),
+            ("arbiter/db/1", "own"),
+            ("arbiter/shop/1", "another's"),
+            ("pki/ca.pem", "public"),
+            ("pki/ca.key", "the authority's"),
+            ("pki/a.key", "own"),
+            ("pki/b.key", "another host's"),
+        ] {
+            fs::create_dir_all(place(file).parent().unwrap()).unwrap();
+            fs::write(place(file), text).unwrap();
+        }
+        let text = format!(
+            "name = \"a\"\nlisten = \"10.0.0.1:7700\"\nstate_dir = {:?}\n\
+             [peers]\nb = \"10.0.0.2:7700\"\n[arbiter]\nkind = \"file\"\npath = {:?}\n\
+             [tls]\nca = {:?}\ncert = {:?}\nkey = {:?}\n",
+            place("state"),
+            place("arbiter"),
+            place("pki/ca.pem"),
+            place("pki/a.pem"),
+            place("pki/a.key"),
+        );
+        HostConfig::from_toml(&text, &place("host.toml")).unwrap()
+    }
+
+    fn name(vm: &str) -> VmName {
+        vm.parse().unwrap()
+    }
+
+    /// What comes of reading a file.
+    fn read(path: &Path) -> Result<String, IoErrorKind> {
+        fs::read_to_string(path).map_err(|error| error.kind())
+    }
+
+    fn write(path: &Path) -> Result<(), IoErrorKind> {
+        fs::write(path, "new").map_err(|error| error.kind())
+    }
+
+    /// In a thread, which has the view of the keeper of `db`.
+    fn in_keeper<T: Send>(config: &HostConfig, act: impl FnOnce() -> T + Send) -> T {
+        thread::scope(|scope| {
+            let keeper = scope.spawn(|| {
+                env::set_current_dir("/").unwrap();
+                assert_eq!(enter(config, &name("db")).unwrap(), View::Own, "this test takes root");
+                act()
+            });
+            keeper.join().unwrap()
+        })
+    }
+
+    #[test]
+    fn a_keeper_sees_nothing_that_is_another_vms_or_another_hosts() {
+        let directory = tempfile::tempdir().unwrap();
+        let (config, place) = (host(directory.path()), |path: &str| directory.path().join(path));
+        in_keeper(&config, || {
+            let shown = ["state/db/record.json", "state/arbiter.id", "state/images/cd.iso"];
+            let further = ["arbiter/db/1", "arbiter/.identity", "pki/ca.pem", "pki/a.key"];
+            for path in shown.iter().chain(&further) {
+                assert!(read(&place(path)).is_ok(), "{path}");
+            }
+            let hidden = ["state/shop/record.json", "state/begun/disk0.img", "arbiter/shop/1"];
+            for path in hidden {
+                assert_eq!(read(&place(path)), Err(IoErrorKind::NotFound), "{path}");
+            }
+            for path in ["pki/ca.key", "pki/b.key"] {
+                assert_eq!(read(&place(path)), Err(IoErrorKind::PermissionDenied), "{path}");
+            }
+            let lost =
+                ["state/further", "arbiter/further", "state/arbiter.id", "arbiter/.identity"];
+            for path in lost {
+                assert_eq!(write(&place(path)), Err(IoErrorKind::ReadOnlyFilesystem), "{path}");
+            }
+            for device in devices::all().iter().filter(|device| device.exists()) {
+                let opened = File::open(device).map_err(|error| error.kind());
+                assert_eq!(opened.map(drop), Err(IoErrorKind::PermissionDenied), "{device:?}");
+            }
+            assert_eq!(write(&place("state/db/written")), Ok(()));
+            assert_eq!(write(&place("arbiter/db/2")), Ok(()));
+            assert_eq!(write(&place("arbiter/restore.db/1")), Ok(()));
+        });
+        // The host sees what the keeper has done, and all else as before.
+        for path in
+            ["state/db/written", "arbiter/db/2", "arbiter/restore.db/1", "state/shop/disk0.img"]
+        {
+            assert!(read(&place(path)).is_ok(), "{path}");
+        }
+        assert_eq!(read(&place("pki/ca.key")).as_deref(), Ok("the authority's"));
+    }
+
+    #[test]
+    fn what_it_works_in_leads_to_nothing_that_is_hidden() {
+        let directory = tempfile::tempdir().unwrap();
+        let (config, state) = (host(directory.path()), directory.path().join("state"));
+        let found = thread::scope(|scope| {
+            let keeper = scope.spawn(|| {
+                // As a daemon that was started there.
+                unshare(CloneFlags::CLONE_FS).unwrap();
+                env::set_current_dir(&state).unwrap();
+                assert_eq!(enter(&config, &name("db")).unwrap(), View::Own);
+                (read(Path::new("db/record.json")), read(Path::new("shop/record.json")))
+            });
+            keeper.join().unwrap()
+        });
+        assert_eq!(found, (Ok("own".to_owned()), Err(IoErrorKind::NotFound)));
+    }
+
+    #[test]
+    fn a_further_vm_of_its_group_is_admitted_also_once_more() {
+        let directory = tempfile::tempdir().unwrap();
+        let (config, place) = (host(directory.path()), |path: &str| directory.path().join(path));
+        let (tell, told) = mpsc::channel();
+        let (go, goes) = mpsc::channel::<()>();
+        thread::scope(|scope| {
+            let config = &config;
+            let keeper = scope.spawn(move || {
+                in_keeper(config, move || {
+                    tell.send(nix::unistd::gettid().as_raw()).unwrap();
+                    let mut seen = Vec::new();
+                    for () in goes {
+                        let paths = ["state/shop/record.json", "arbiter/shop/1", "arbiter/other/1"];
+                        seen.push(paths.map(|path| read(&place(path))));
+                        tell.send(0).unwrap();
+                    }
+                    let written = (write(&place("arbiter/shop/2")), write(&place("state/further")));
+                    (seen, written)
+                })
+            });
+            let its = u32::try_from(told.recv().unwrap()).unwrap();
+            let look = || {
+                go.send(()).unwrap();
+                told.recv().unwrap();
+            };
+            look();
+            admit(config, &name("shop"), its).unwrap();
+            look();
+            // The VM is made anew.
+            let shop = config.state_dir.join("shop");
+            fs::remove_dir_all(&shop).unwrap();
+            fs::create_dir(&shop).unwrap();
+            fs::write(shop.join("record.json"), "again").unwrap();
+            admit(config, &name("shop"), its).unwrap();
+            look();
+            drop(go);
+            let (seen, written) = keeper.join().unwrap();
+            let (hidden, others) = (Err(IoErrorKind::NotFound), || Ok("another's".to_owned()));
+            assert_eq!(seen[0], [hidden.clone(), hidden.clone(), hidden.clone()]);
+            assert_eq!(seen[1], [others(), others(), hidden.clone()]);
+            assert_eq!(seen[2], [Ok("again".to_owned()), others(), hidden]);
+            assert_eq!(written, (Ok(()), Err(IoErrorKind::ReadOnlyFilesystem)));
+        });
+        assert!(directory.path().join("arbiter/shop/2").exists(), "it was written elsewhere");
+    }
+
+    #[test]
+    fn who_sees_all_is_given_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let config = host(directory.path());
+        admit(&config, &name("shop"), std::process::id()).unwrap();
+        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
+        assert!(!mounts.contains(&*directory.path().to_string_lossy()), "{mounts}");
+    }
+}
