@@ -18,7 +18,7 @@ const REDIAL_PAUSE: Duration = Duration::from_millis(250);
 pub enum Flaw {
     /// Nothing gets through.
     Cut,
-    /// Nor does anything, and its connections end.
+    /// Its heartbeat connection breaks. The next one stands.
     Reset,
     /// Nothing gets through one way: from the primary, or to it.
     OneWay(bool),
@@ -179,7 +179,8 @@ impl World {
         }
         let both = [(host, peer), (peer, host)];
         let ways = match flaw {
-            Flaw::Cut | Flaw::Reset | Flaw::Hole => &both[..],
+            Flaw::Reset => &[],
+            Flaw::Cut | Flaw::Hole => &both[..],
             Flaw::OneWay(true) => &both[..1],
             Flaw::OneWay(false) => &both[1..],
         };

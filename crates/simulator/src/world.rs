@@ -218,9 +218,16 @@ impl World {
     }
 
     /// What takes so long elsewhere, on this host.
-    pub(crate) fn paced(&self, host: HostId, time: Duration) -> Duration {
+    pub(crate) fn paced(&mut self, host: HostId, time: Duration) -> Duration {
         let slow = self.schedule.slow.filter(|(slow, _)| *slow == host.0);
+        self.coverage.slowed += u64::from(slow.is_some());
         time * slow.map_or(1, |(_, times)| times)
+    }
+
+    /// Lets the event happen on this host once it has done what takes so long elsewhere.
+    pub(crate) fn after_work(&mut self, host: HostId, time: Duration, event: Event) {
+        let delay = self.paced(host, time);
+        self.after(delay, event);
     }
 
     pub(crate) fn at(&mut self, time: Time, event: Event) {
