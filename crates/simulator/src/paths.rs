@@ -6,12 +6,15 @@ use crate::messages::hello;
 use crate::network::ConnectionId;
 use crate::world::{Event, World};
 use std::time::Duration;
-use understudy_protocol::{Generation, PathAction, PathEvent, PathIndex, Paths, Time};
+use understudy_protocol::{Generation, PathAction, PathEvent, PathIndex, PathState, Paths, Time};
 use understudy_session::backup::Event as BackupEvent;
 use understudy_session::primary::Event as PrimaryEvent;
 
 /// Before a path that is down is dialled again.
 const REDIAL_PAUSE: Duration = Duration::from_millis(250);
+
+/// Data has left a path that is down after so long.
+const MOVE_WITHIN: Duration = Duration::from_millis(100);
 
 /// How a path fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -198,6 +201,21 @@ impl World {
         let Role::Primary(running) = &self.hosts[host.0].role else { return None };
         let session = running.session.as_ref()?;
         Some((host, session.id, session.peer))
+    }
+
+    /// Checks that data leaves a path that is down at once, where another works.
+    pub(crate) fn check_data_path(&mut self, host: HostId, id: SessionId) {
+        let now = self.now;
+        let is_spared = self.spare_path == Some(id);
+        let Some(ways) = self.ways(host, id).filter(|_| is_spared) else { return };
+        let in_use = ways.core.states().nth(usize::from(ways.core.in_use().0));
+        let is_dead = |state: &PathState| match state {
+            PathState::Down { since, .. } => now - *since > MOVE_WITHIN,
+            PathState::Up | PathState::Connecting => false,
+        };
+        if in_use.is_some_and(is_dead) {
+            self.violation(format!("{host} sends data over a dead path, although another works"));
+        }
     }
 
     /// Nobody gives the other up while nothing has failed but one of several paths.

@@ -154,6 +154,7 @@ impl World {
             self.look_at_headway(host, id);
             self.look_for_better_path(host, id);
             self.primary_event(host, id, PrimaryEvent::Tick);
+            self.check_data_path(host, id);
             self.check_delivery(host, id);
             self.check_standing(host, id);
         }
@@ -332,9 +333,7 @@ impl World {
                 self.send(host, data, signal(Kind::TakeOver));
             }
             PrimaryAction::StandDown => self.send(host, data, signal(Kind::StandDown)),
-            PrimaryAction::ClosePeer => {
-                self.hang_up(host, id);
-            }
+            PrimaryAction::ClosePeer => self.hang_up(host, id),
             PrimaryAction::Freeze => {
                 self.coverage.frozen += 1;
                 self.stop_guest(host);
