@@ -176,7 +176,7 @@ impl World {
         let path = if in_use { used } else { PathIndex(1 - used.0) };
         let beats = ways.beats[usize::from(path.0)].filter(|_| flaw == Flaw::Reset);
         self.coverage.paths_failed += 1;
-        self.spare_path = (all_up && self.schedule.faults.len() == 1).then_some(id);
+        self.spare_path = (all_up && self.is_all_that_fails()).then_some(id);
         if let Some(beats) = beats {
             self.break_connection(beats);
         }
@@ -194,6 +194,13 @@ impl World {
             }
             self.after(span, Event::PathHeals(*from, *to, path));
         }
+    }
+
+    /// Whether the schedule has one fault. A backup that does not hear the arbiter gives way to another host.
+    fn is_all_that_fails(&self) -> bool {
+        let schedule = &self.schedule;
+        let hears = schedule.lost_answers == 0 && schedule.without_arbiter.is_none();
+        schedule.faults.len() == 1 && hears
     }
 
     fn session_of_now(&self) -> Option<(HostId, SessionId, HostId)> {
