@@ -32,6 +32,12 @@ mutants! {
     EveryLookIsHeadway,
     /// Bytes of later epochs count as headway of one that is wholly there.
     LaterBytesCount,
+    /// Data stays on a path that carries heartbeats and nothing larger.
+    StayInTheHole,
+    /// Data stays on a path that is down.
+    StayOnTheDead,
+    /// The end of one of several paths is taken for the peer's.
+    LostWithOnePath,
     /// A primary whose guest cannot be saved contests the VM.
     ContestWhenSick,
     /// A primary takes the silence of the arbiter for a grant.

@@ -154,7 +154,7 @@ impl Paths {
         let Some(path) = self.get(index) else { return };
         let was_connected = std::mem::replace(&mut path.connected, false);
         path.go_down(now, index, &reason, actions);
-        if was_connected && self.candidates().is_empty() {
+        if was_connected && (self.candidates().is_empty() || planted!(LostWithOnePath)) {
             actions.push(PathAction::Lost(reason));
         }
     }
@@ -179,7 +179,7 @@ impl Paths {
     /// A path may carry heartbeats and nothing larger.
     fn stuck(&mut self, epoch: Epoch, actions: &mut Vec<PathAction>) {
         let has_other = self.candidates().iter().any(|path| *path != self.in_use);
-        if has_other && self.left_for != Some(epoch) {
+        if has_other && self.left_for != Some(epoch) && !planted!(StayInTheHole) {
             self.left_for = Some(epoch);
             actions.push(PathAction::Leave(self.in_use));
         }
@@ -188,7 +188,7 @@ impl Paths {
     fn leave_if_down(&self, actions: &mut Vec<PathAction>) {
         let in_use = self.paths.get(usize::from(self.in_use.0));
         let down = in_use.is_some_and(|path| matches!(path.state, PathState::Down { .. }));
-        if down && !self.candidates().is_empty() {
+        if down && !self.candidates().is_empty() && !planted!(StayOnTheDead) {
             actions.push(PathAction::Leave(self.in_use));
         }
     }

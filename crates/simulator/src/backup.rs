@@ -5,6 +5,7 @@ use crate::host::{HostId, Role, SessionId};
 use crate::lockstep::Following;
 use crate::mutant::DriverMutant;
 use crate::network::ConnectionId;
+use crate::paths::Ways;
 use crate::schedule::Moment;
 use crate::world::{Event, World};
 use std::collections::VecDeque;
@@ -12,8 +13,8 @@ use std::time::Duration;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{Kind, Message, WireError};
 use understudy_protocol::{
-    Backup, BackupPhase, CardFrames, Carried, Epoch, EpochEnd, Generation, Ownership, StagedEpoch,
-    Staging, Time,
+    Backup, BackupPhase, CardFrames, Carried, Epoch, EpochEnd, Generation, Ownership, PathEvent,
+    StagedEpoch, Staging, Time,
 };
 use understudy_session::backup::{self, Awaited, Effect, Errand, Event as BackupEvent, Word};
 use understudy_session::hand_back::WinnersWord;
@@ -44,8 +45,8 @@ pub struct Standby {
     pub core: backup::Standby,
     /// Checkpoints and acknowledgements.
     pub data: ConnectionId,
-    /// Signs of life.
-    pub heartbeat: Option<ConnectionId>,
+    /// Signs of life, over each path.
+    pub(crate) ways: Ways,
     /// Memory.
     pub pages: Pages,
     pub(crate) staging: Staging<Message>,
@@ -116,7 +117,7 @@ impl World {
             primary,
             core,
             data,
-            heartbeat: None,
+            ways: Ways::new(self.schedule.paths, self.schedule.timeout, self.now),
             pages: [0; PAGES],
             staging: Staging::new(),
             device_state: None,
@@ -228,6 +229,7 @@ impl World {
                 self.ask_arbiter(host, id, (from, Some(primary)), WinnersWord::default());
             }
             Effect::Contest(from) => {
+                self.check_spare_path(host, id);
                 let seen = self.now - self.hosts[host.0].stalled_until;
                 if self.disk_silence(host).min(seen) > DISK_PATIENCE + LATE_LOOK {
                     self.violation(format!("{host} asks for the VM, and could not start it"));
@@ -272,10 +274,10 @@ impl World {
 
     pub(crate) fn close_standby(&mut self, host: HostId, id: SessionId) {
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
-        let (data, heartbeat) = (standby.data, standby.heartbeat);
+        let (data, beats) = (standby.data, standby.ways.open());
         self.check_told(host, id);
         self.close(host, data);
-        if let Some(heartbeat) = heartbeat {
+        for heartbeat in beats {
             self.close(host, heartbeat);
         }
     }
@@ -298,20 +300,19 @@ impl World {
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         let punctual = now <= standby.next_beat + super::world::OWN_STALL;
         standby.next_beat = now + understudy_protocol::HEARTBEAT_INTERVAL;
-        let (heartbeat, next) = (standby.heartbeat, standby.next_beat);
+        let (beats, next) = (standby.ways.open(), standby.next_beat);
         let over = standby.core.may_hang_up(0);
-        match heartbeat {
-            Some(heartbeat) if over => {
+        for heartbeat in beats {
+            if over {
                 self.check_told(host, id);
                 self.close(host, heartbeat);
-            }
-            Some(heartbeat) => {
+            } else {
                 self.send(host, heartbeat, Message::new(Kind::Heartbeat, Epoch(0), Vec::new()));
             }
-            None => {}
         }
         self.at(next, Event::BackupBeat(host, id));
         if punctual {
+            self.path_event(host, id, PathEvent::Tick);
             self.look_at_vitals(host, id);
             self.backup_event(host, id, BackupEvent::Tick);
         }

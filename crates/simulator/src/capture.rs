@@ -63,7 +63,7 @@ impl World {
         self.send_data(host, id, Kind::Pages, Epoch(0), page_entry(piece, page));
         self.send_data(host, id, Kind::DiskWrite, Epoch(0), disk_write(piece, value));
         let next = self.random.micros(300, 6_000);
-        self.after(self.paced(host, next), Event::SyncPiece(host, id, piece + 1));
+        self.after_work(host, next, Event::SyncPiece(host, id, piece + 1));
     }
 
     /// The guest wrote a page.
@@ -137,7 +137,7 @@ impl World {
             session.paused = now;
         }
         let length = self.random.micros(200, 3_000);
-        self.after(self.paced(host, length), Event::PauseEnds(host, id, last));
+        self.after_work(host, length, Event::PauseEnds(host, id, last));
     }
 
     /// Barrier, capture, resume.
@@ -179,7 +179,7 @@ impl World {
         let event = if last { PrimaryEvent::CapturedLast } else { PrimaryEvent::Captured };
         self.primary_event(host, id, event);
         let encode = self.random.micros(10, 1_500);
-        self.after(self.paced(host, encode), Event::Captured(host, id, Box::new(capture)));
+        self.after_work(host, encode, Event::Captured(host, id, Box::new(capture)));
         self.moment(Moment::Captured);
     }
 

@@ -145,10 +145,18 @@ coverage! {
     forced,
     /// Its owner's clock was not as fast as that of the host that waited for its lease to end.
     forced_by_another_clock,
+    /// It was not forced there, for its owner lived.
+    forces_refused,
+    /// One of several paths failed.
+    paths_failed,
+    /// A host found that a path was down.
+    paths_down,
+    /// The data went on over another path.
+    data_moved,
+    /// Work that took several times as long, for its host's processors are slow.
+    slowed,
     /// A sole owner stood still, and its clock with it.
     clocks_stopped,
-    /// It was not, for the owner lived.
-    forces_refused,
     /// A sole owner was told that another host has the VM.
     sole_owners_halted,
     /// Faults that struck.

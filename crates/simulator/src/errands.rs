@@ -17,7 +17,7 @@ impl World {
         standby.errands.push_back(errand);
         if standby.errands.len() == 1 {
             let soon = self.random.micros(10, 1_000);
-            self.after(self.paced(host, soon), Event::Errand(host, id));
+            self.after_work(host, soon, Event::Errand(host, id));
         }
     }
 
@@ -27,7 +27,7 @@ impl World {
         let Some(errand) = standby.errands.front().cloned() else { return };
         let Some(result) = self.carry_out(host, id, &errand) else {
             let next = self.random.micros(10, 600);
-            return self.after(self.paced(host, next), Event::Errand(host, id));
+            return self.after_work(host, next, Event::Errand(host, id));
         };
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         standby.errands.pop_front();

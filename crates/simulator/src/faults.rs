@@ -69,6 +69,8 @@ impl World {
                 self.arbiter.down = true;
                 self.after(span, Event::ArbiterBack(None));
             }
+            Fault::Path(flaw, in_use, span) => self.path_fails(flaw, in_use, span),
+            Fault::Break(true) if self.schedule.paths > 1 => self.data_breaks(),
             Fault::Break(data) => {
                 let connections = self.session_connections();
                 if let Some(id) = connections.get(usize::from(!data)) {
@@ -122,6 +124,16 @@ impl World {
         }
         self.check_image();
         self.check_records();
+    }
+
+    /// Where there are several paths, a session's data outlives its connection.
+    fn data_breaks(&mut self) {
+        let Some(host) = self.primary_host() else { return };
+        let Some(session) = self.hosts[host.0].running().and_then(|vm| vm.session.as_ref()) else {
+            return;
+        };
+        let id = session.id;
+        self.leave_path(host, id);
     }
 
     /// Whether this is a primary whose backup follows it, so that either may fail.

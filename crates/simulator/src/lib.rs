@@ -13,7 +13,7 @@
 //! | [`faults`], [`lasting`], [`operator`] | what fails; what operators and hosts do about it |
 //! | [`primary`], [`capture`], [`backup`], [`errands`], [`repair`] | the drivers: what the daemon does around the core |
 //! | [`messages`] | what arrives finds the part that it is for |
-//! | [`network`], [`arbiter`], [`host`], [`guest`], [`running`] | the parts of the world |
+//! | [`network`], [`paths`], [`arbiter`], [`host`], [`guest`], [`running`] | the parts of the world |
 //! | [`oracle`], [`checks`], [`records`], [`loss`] | the truth, and the invariants against it |
 //! | [`mutant`] | planted bugs, which the checks must find |
 //! | [`coverage`], [`trace`] | what was reached, and the story of one seed |
@@ -37,6 +37,7 @@ mod mutant;
 mod network;
 mod operator;
 mod oracle;
+mod paths;
 mod primary;
 mod queue;
 mod random;

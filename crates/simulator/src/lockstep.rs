@@ -185,7 +185,7 @@ impl World {
         if !log.feeding && log.spoilt.is_none() && (log.diverges || !log.steps.is_empty()) {
             log.feeding = true;
             let soon = self.random.micros(20, 1_500);
-            self.after(self.paced(host, soon), Event::Feed(host, id));
+            self.after_work(host, soon, Event::Feed(host, id));
         }
     }
 

@@ -4,7 +4,7 @@ use crate::host::{HostId, Role, SessionId};
 use crate::network::ConnectionId;
 use crate::world::World;
 use understudy_protocol::wire::{Kind, Message};
-use understudy_protocol::{Epoch, Generation};
+use understudy_protocol::{Epoch, Generation, PathEvent, PathIndex};
 use understudy_session::backup::Event as BackupEvent;
 use understudy_session::primary::Event as PrimaryEvent;
 
@@ -14,7 +14,12 @@ impl World {
         match &self.hosts[host.0].role {
             Role::Primary(running) => {
                 let session = running.session.as_ref();
-                if let Some(session) = session.filter(|s| s.data == id || s.heartbeat == id) {
+                if let Some((session, path)) =
+                    session.and_then(|s| Some((s.id, s.ways.path_of(id)?)))
+                {
+                    return self.beats_on(host, session, path, &message);
+                }
+                if let Some(session) = session.filter(|s| s.data == id) {
                     return self.primary_receives(host, session.id, &message);
                 }
                 let offer = running.dialling;
@@ -22,8 +27,13 @@ impl World {
                     return self.answer_to_offer(host, offer, &message);
                 }
             }
-            Role::Backup(standby) if standby.data == id || standby.heartbeat == Some(id) => {
+            Role::Backup(standby) if standby.data == id => {
                 return self.backup_receives(host, standby.id, message);
+            }
+            Role::Backup(standby) => {
+                if let Some(path) = standby.ways.path_of(id) {
+                    return self.beats_on(host, standby.id, path, &message);
+                }
             }
             _ => {}
         }
@@ -32,9 +42,24 @@ impl World {
         }
     }
 
+    /// A sign of life over one of a session's paths.
+    fn beats_on(&mut self, host: HostId, id: SessionId, path: PathIndex, message: &Message) {
+        match message.header.kind {
+            Kind::Heartbeat => {
+                self.path_event(host, id, PathEvent::Heard(path));
+                self.primary_event(host, id, PrimaryEvent::Heard);
+                self.backup_event(host, id, BackupEvent::Heard);
+            }
+            Kind::Welcome => self.path_event(host, id, PathEvent::Connected(path)),
+            // The end of the connection comes behind it.
+            _ => {}
+        }
+    }
+
     /// A new connection says what it is for.
     fn greeted(&mut self, host: HostId, id: ConnectionId, message: &Message) {
         let (session, generation) = read_hello(message);
+        let path = self.path_of(id);
         let heartbeat = generation == Generation(0);
         if !heartbeat && self.has_lost_its_disk(host) {
             // Nothing can be prepared there. The offer expires.
@@ -45,7 +70,8 @@ impl World {
                 self.stand_by(host, session, generation, id);
             }
             Role::Backup(standby) if heartbeat && standby.id == session => {
-                standby.heartbeat = Some(id);
+                standby.ways.beats[usize::from(path.0)] = Some(id);
+                self.path_event(host, session, PathEvent::Connected(path));
                 self.send(host, id, Message::new(Kind::Welcome, Epoch(0), Vec::new()));
                 self.backup_event(host, session, BackupEvent::Heard);
             }
@@ -62,23 +88,23 @@ impl World {
         match &self.hosts[host.0].role {
             Role::Primary(running) => {
                 let session = running.session.as_ref();
-                if let Some(session) = session.filter(|s| s.data == id || s.heartbeat == id) {
-                    let event = match session.data == id {
-                        true => PrimaryEvent::PeerGone(reason),
-                        false => PrimaryEvent::LostAside(reason),
-                    };
-                    self.primary_event(host, session.id, event);
+                let beats = session.and_then(|s| Some((s.id, s.ways.path_of(id)?)));
+                if let Some((session, path)) = beats {
+                    self.beats_ended(host, session, path, &reason);
+                } else if let Some(session) = session.filter(|s| s.data == id) {
+                    self.primary_event(host, session.id, PrimaryEvent::PeerGone(reason));
                 } else if running.dialling.is_some_and(|o| o.data == id || o.heartbeat == Some(id))
                 {
                     self.offer_failed(host, "the connection ended");
                 }
             }
-            Role::Backup(standby) if standby.data == id || standby.heartbeat == Some(id) => {
-                let event = match standby.data == id {
-                    true => BackupEvent::DataEnded(0, reason),
-                    false => BackupEvent::PeerLost(reason),
-                };
-                self.backup_event(host, standby.id, event);
+            Role::Backup(standby) if standby.data == id => {
+                self.backup_event(host, standby.id, BackupEvent::DataEnded(0, reason));
+            }
+            Role::Backup(standby) => {
+                if let Some(path) = standby.ways.path_of(id) {
+                    self.beats_ended(host, standby.id, path, &reason);
+                }
             }
             _ => {}
         }

@@ -2,11 +2,12 @@
 //! held up by a partition; the tail of what was sent may be lost.
 
 use crate::host::{HostId, Role};
+use crate::primary::Session;
 use crate::world::{Event, World};
 use std::collections::VecDeque;
 use std::time::Duration;
-use understudy_protocol::Time;
 use understudy_protocol::wire::{Kind, Message};
+use understudy_protocol::{PathIndex, Time};
 
 /// A connection by number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,8 +17,10 @@ pub struct ConnectionId(usize);
 #[derive(Debug)]
 pub struct Network {
     connections: Vec<Connection>,
-    /// Partitions that cut the way from one host to another just now.
-    cuts: Vec<(HostId, HostId)>,
+    /// Partitions that cut the way from one host to another just now, or one path of it.
+    cuts: Vec<(HostId, HostId, Option<PathIndex>)>,
+    /// Paths that carry nothing larger than heartbeats.
+    pub holes: Vec<(HostId, HostId, PathIndex)>,
     /// Time added to every delay.
     pub extra_delay: Duration,
     /// Time between the arrivals of two messages of data.
@@ -32,6 +35,7 @@ pub struct Network {
 #[derive(Debug)]
 struct Connection {
     ends: [HostId; 2],
+    path: PathIndex,
     /// Whether it carries more than heartbeats.
     bulk: bool,
     open: [bool; 2],
@@ -61,12 +65,17 @@ impl Network {
     /// A network without connections.
     pub fn new() -> Network {
         let (extra_delay, spacing) = (Duration::ZERO, Duration::ZERO);
-        let (connections, cuts, stuck) = (Vec::new(), Vec::new(), Vec::new());
-        Network { connections, cuts, extra_delay, spacing, damage: false, stuck }
+        let (connections, stuck) = (Vec::new(), Vec::new());
+        let (cuts, holes) = (Vec::new(), Vec::new());
+        Network { connections, cuts, holes, extra_delay, spacing, damage: false, stuck }
     }
 
     fn is_cut(&self, from: HostId, to: HostId) -> bool {
-        self.cuts.contains(&(from, to))
+        self.cuts.contains(&(from, to, None))
+    }
+
+    fn is_path_cut(&self, from: HostId, to: HostId, path: PathIndex) -> bool {
+        self.is_cut(from, to) || self.cuts.contains(&(from, to, Some(path)))
     }
 
     /// The host at the other end.
@@ -91,12 +100,41 @@ impl World {
         !cut && self.hosts[other.0].up
     }
 
+    /// Whether a connection can be made over a path just now.
+    pub(crate) fn passes(&self, host: HostId, other: HostId, path: PathIndex) -> bool {
+        let cut = |from, to| self.network.is_path_cut(from, to, path);
+        !cut(host, other) && !cut(other, host) && self.hosts[other.0].up
+    }
+
     /// Opens a connection; the first message on it says what it is for.
     pub(crate) fn dial(&mut self, from: HostId, to: HostId, bulk: bool) -> ConnectionId {
         let pipes = [Pipe::default(), Pipe::default()];
-        let (ends, open) = ([from, to], [true; 2]);
-        self.network.connections.push(Connection { ends, bulk, open, pipes });
+        let (ends, open, path) = ([from, to], [true; 2], PathIndex(0));
+        self.network.connections.push(Connection { ends, path, bulk, open, pipes });
         ConnectionId(self.network.connections.len() - 1)
+    }
+
+    /// Opens one for heartbeats over a path.
+    pub(crate) fn dial_over(&mut self, from: HostId, to: HostId, path: PathIndex) -> ConnectionId {
+        let id = self.dial(from, to, false);
+        self.network.connections[id.0].path = path;
+        id
+    }
+
+    /// The path that a connection goes over.
+    pub(crate) fn path_of(&self, id: ConnectionId) -> PathIndex {
+        self.network.connections[id.0].path
+    }
+
+    /// A session's data goes on over another path: what has not arrived is sent again. That it was not read
+    /// goes with it.
+    pub(crate) fn carry_over(&mut self, id: ConnectionId, path: PathIndex) {
+        self.network.connections[id.0].path = path;
+        self.network.stuck.retain(|stuck| *stuck != (id, false));
+        for end in 0..2 {
+            let again = self.path_random.millis(0, 20);
+            self.schedule_arrival(id, end, again);
+        }
     }
 
     /// Sends on a connection; into the void if it is closed.
@@ -144,20 +182,21 @@ impl World {
 
     pub(crate) fn arrival(&mut self, id: ConnectionId, end: usize) {
         let connection = &mut self.network.connections[id.0];
-        let (to, from) = (connection.ends[end], connection.ends[1 - end]);
+        let (to, from, path) = (connection.ends[end], connection.ends[1 - end], connection.path);
         connection.pipes[end].scheduled = false;
         if !self.hosts[to.0].up {
             connection.pipes[end].items.clear();
             return;
         }
-        if self.network.is_cut(from, to) {
+        if self.network.is_path_cut(from, to, path) {
             return; // Sent again when the partition heals.
         }
         if end == 1 && self.network.stuck.iter().any(|(stuck, _)| *stuck == id) {
             return; // As long as that lasts.
         }
-        if end == 1 && self.network.connections[id.0].bulk && self.is_hole(from, to) {
-            return; // For good.
+        let hole = self.is_hole(from, to) || self.network.holes.contains(&(from, to, path));
+        if end == 1 && self.network.connections[id.0].bulk && hole {
+            return; // For good, or as long as that path carries the data.
         }
         let connection = &mut self.network.connections[id.0];
         let Some(item) = connection.pipes[end].items.pop_front() else { return };
@@ -264,13 +303,29 @@ impl World {
 
     /// Cuts the way from one host to the other.
     pub(crate) fn cut(&mut self, from: HostId, to: HostId) {
-        self.network.cuts.push((from, to));
+        self.network.cuts.push((from, to, None));
+    }
+
+    /// Nothing gets over this path any more.
+    pub(crate) fn cut_path(&mut self, from: HostId, to: HostId, path: PathIndex) {
+        self.network.cuts.push((from, to, Some(path)));
+    }
+
+    /// A path carries everything again.
+    pub(crate) fn path_heals(&mut self, from: HostId, to: HostId, path: PathIndex) {
+        self.network.holes.retain(|hole| *hole != (from, to, path));
+        self.heal_cut((from, to, Some(path)));
     }
 
     /// Undoes one [`World::cut`]; what waited is sent again.
     pub(crate) fn heal(&mut self, from: HostId, to: HostId) {
+        self.heal_cut((from, to, None));
+    }
+
+    fn heal_cut(&mut self, healed: (HostId, HostId, Option<PathIndex>)) {
+        let (_, to, _) = healed;
         let cuts = &mut self.network.cuts;
-        if let Some(at) = cuts.iter().position(|cut| *cut == (from, to)) {
+        if let Some(at) = cuts.iter().position(|cut| *cut == healed) {
             cuts.swap_remove(at);
         }
         for index in 0..self.network.connections.len() {
@@ -322,8 +377,9 @@ impl World {
 
     /// Every partition ends.
     pub(crate) fn heal_all(&mut self) {
-        while let Some(&(from, to)) = self.network.cuts.first() {
-            self.heal(from, to);
+        self.network.holes.clear();
+        while let Some(&cut) = self.network.cuts.first() {
+            self.heal_cut(cut);
         }
     }
 
@@ -331,7 +387,8 @@ impl World {
     pub(crate) fn session_connections(&self) -> Vec<ConnectionId> {
         let of_role = |role: &Role| match role {
             Role::Primary(running) => {
-                running.session.as_ref().map(|session| vec![session.data, session.heartbeat])
+                let of = |session: &Session| [vec![session.data], session.ways.open()].concat();
+                running.session.as_ref().map(of)
             }
             _ => None,
         };

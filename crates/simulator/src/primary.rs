@@ -4,6 +4,7 @@ use crate::guest::{Frame, PAGES};
 use crate::host::{HostId, Role, SessionId};
 use crate::lockstep::{PIPELINE, Recording};
 use crate::network::ConnectionId;
+use crate::paths::Ways;
 use crate::schedule::Moment;
 use crate::world::{Event, World};
 use std::collections::{BTreeMap, VecDeque};
@@ -12,8 +13,8 @@ use understudy_protocol::repair::RepairEvent;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{Kind, Message};
 use understudy_protocol::{
-    EPOCH_BOUND, Epoch, EpochDigest, Generation, Headway, Primary, PrimaryAction, PrimaryPhase,
-    Rendezvous, Time,
+    EPOCH_BOUND, Epoch, EpochDigest, Generation, Headway, PathEvent, PathIndex, Primary,
+    PrimaryAction, PrimaryPhase, Rendezvous, Time,
 };
 use understudy_session::primary::{Effect, Event as PrimaryEvent, Lead};
 
@@ -37,8 +38,8 @@ pub struct Session {
     pub peer: HostId,
     /// Checkpoints and acknowledgements.
     pub data: ConnectionId,
-    /// Signs of life.
-    pub heartbeat: ConnectionId,
+    /// Signs of life, over each path.
+    pub(crate) ways: Ways,
     /// Word that the backup said last of itself, and its time.
     word: (Option<String>, Time),
     /// Whether it is handed over without a last checkpoint.
@@ -71,7 +72,7 @@ pub struct Session {
 impl World {
     /// The backup is ready: the first synchronisation begins.
     pub(crate) fn start_session(&mut self, host: HostId) {
-        let (now, timeout) = (self.now, self.schedule.timeout);
+        let (now, timeout, paths) = (self.now, self.schedule.timeout, self.schedule.paths);
         let lockstep = self.schedule.lockstep;
         let Some(running) = self.hosts[host.0].running() else { return };
         let Some(dialled) = running.dialling.take() else { return };
@@ -82,12 +83,14 @@ impl World {
         if lockstep {
             lead.set_pipeline(PIPELINE);
         }
+        let mut ways = Ways::new(paths, timeout, now);
+        ways.beats[0] = dialled.heartbeat;
         running.session = Some(Session {
             id,
             core: lead,
             peer: dialled.peer,
             data: dialled.data,
-            heartbeat: dialled.heartbeat.expect("it was welcomed"),
+            ways,
             word: (None, now),
             hung: false,
             disk_epoch: Epoch(0),
@@ -106,6 +109,10 @@ impl World {
         });
         self.note(host, || format!("protects the VM on {}", dialled.peer));
         self.primary_event(host, id, PrimaryEvent::Ready);
+        self.path_event(host, id, PathEvent::Connected(PathIndex(0)));
+        for path in 1..paths as u16 {
+            self.dial_path(host, id, PathIndex(path));
+        }
         self.after(Duration::ZERO, Event::PrimaryBeat(host, id));
         self.after(Duration::ZERO, Event::SyncPiece(host, id, 0));
     }
@@ -137,12 +144,17 @@ impl World {
         let Some(session) = self.hosts[host.0].session(id) else { return };
         let punctual = now <= session.next_beat + super::world::OWN_STALL;
         session.next_beat = now + understudy_protocol::HEARTBEAT_INTERVAL;
-        let (heartbeat, next) = (session.heartbeat, session.next_beat);
-        self.send(host, heartbeat, Message::new(Kind::Heartbeat, Epoch(0), Vec::new()));
+        let (beats, next) = (session.ways.open(), session.next_beat);
+        for heartbeat in beats {
+            self.send(host, heartbeat, Message::new(Kind::Heartbeat, Epoch(0), Vec::new()));
+        }
         self.at(next, Event::PrimaryBeat(host, id));
         if punctual {
+            self.path_event(host, id, PathEvent::Tick);
             self.look_at_headway(host, id);
+            self.look_for_better_path(host, id);
             self.primary_event(host, id, PrimaryEvent::Tick);
+            self.check_data_path(host, id);
             self.check_delivery(host, id);
             self.check_standing(host, id);
         }
@@ -164,8 +176,17 @@ impl World {
         let whole = session.ends.iter().take_while(|(_, end)| **end <= delivered).last();
         let whole = whole.map_or(Epoch(0), |(epoch, _)| *epoch);
         // Each is as much as counts.
-        let headway = Headway { bytes: delivered << 20, whole, done: 0 };
+        let headway = Headway { bytes: delivered << 20, whole, done: session.ways.renewals };
         self.primary_event(host, id, PrimaryEvent::Headway(headway));
+    }
+
+    /// Moves the data to a better path where it waits too long.
+    fn look_for_better_path(&mut self, host: HostId, id: SessionId) {
+        let now = self.now;
+        let Some(session) = self.hosts[host.0].session(id) else { return };
+        if let Some(epoch) = session.core.stuck(now).filter(|_| session.ways.are_several()) {
+            self.path_event(host, id, PathEvent::Stuck(epoch));
+        }
     }
 
     /// Checks that a sick host leaves the VM to a backup that stands ready and can be reached.
@@ -281,7 +302,7 @@ impl World {
 
     fn primary_acts(&mut self, host: HostId, id: SessionId, action: PrimaryAction) {
         let Some(session) = self.hosts[host.0].session(id) else { return };
-        let (data, heartbeat) = (session.data, session.heartbeat);
+        let data = session.data;
         let generation = session.core.generation();
         let signal = |kind| Message::new(kind, Epoch(0), Vec::new());
         match action {
@@ -302,6 +323,7 @@ impl World {
                 self.note_generation(host);
             }
             PrimaryAction::Contest(from) => {
+                self.check_spare_path(host, id);
                 let word = self.ask_winner(host, id);
                 self.ask_arbiter(host, id, (from, None), word);
                 self.moment(Moment::PrimaryContests);
@@ -311,17 +333,13 @@ impl World {
                 self.send(host, data, signal(Kind::TakeOver));
             }
             PrimaryAction::StandDown => self.send(host, data, signal(Kind::StandDown)),
-            PrimaryAction::ClosePeer => {
-                self.close(host, data);
-                self.close(host, heartbeat);
-            }
+            PrimaryAction::ClosePeer => self.hang_up(host, id),
             PrimaryAction::Freeze => {
                 self.coverage.frozen += 1;
                 self.stop_guest(host);
             }
             PrimaryAction::Halt(_) => {
-                self.close(host, data);
-                self.close(host, heartbeat);
+                self.hang_up(host, id);
                 if let Some(running) = self.hosts[host.0].running() {
                     running.port.shut();
                 }
@@ -330,6 +348,13 @@ impl World {
                     self.set_record(host, ImageRole::Stale, generation);
                 }
             }
+        }
+    }
+
+    fn hang_up(&mut self, host: HostId, id: SessionId) {
+        let Some(session) = self.hosts[host.0].session(id) else { return };
+        for connection in [vec![session.data], session.ways.open()].concat() {
+            self.close(host, connection);
         }
     }
 

@@ -35,7 +35,7 @@ impl World {
         }
         self.guest_talks(host, step);
         let next = self.random.micros(200, 4_000);
-        self.after(self.paced(host, next), Event::GuestStep(host, copy, runs));
+        self.after_work(host, next, Event::GuestStep(host, copy, runs));
     }
 
     /// Lets the guest talk at the end of a step, which is logged before anything of it is sent.

@@ -1,6 +1,7 @@
 //! A seed becomes a schedule: how the world is, and what goes wrong when.
 
 use crate::lasting::Lasting;
+use crate::paths::Flaw;
 use crate::random::Random;
 use std::fmt;
 use std::time::Duration;
@@ -37,6 +38,8 @@ pub struct Schedule {
     pub without_arbiter: Option<usize>,
     /// A host that loses its power for good.
     pub never_returns: Option<usize>,
+    /// How many paths there are between two hosts.
+    pub paths: usize,
     /// By how much each host's clock is faster than the world's, in millionths.
     pub clocks: [i64; 3],
     /// A sole owner that stands still while an operator forces the VM elsewhere has a clock that does, too.
@@ -143,6 +146,8 @@ pub enum Fault {
     /// The session's data does not get through, its heartbeats do: on the way, or (true) read by
     /// nobody at the backup.
     DataStall(bool, Duration),
+    /// One of several paths fails, the one that carries the data (true) or another.
+    Path(Flaw, bool, Duration),
     /// Every message is late.
     Delay(Duration, Duration),
     /// Data comes slowly, a message each such time.
@@ -247,9 +252,18 @@ impl Schedule {
             let fault = Fault::SlowData(slow.millis(8, 20), slow.millis(500, 1_500));
             faults.push(Planned { when, fault });
         }
+        let ways = &mut Random::new(seed, 12);
+        let paths = if ways.percent(20) { 2 } else { 1 };
+        if paths > 1 && ways.percent(70) {
+            let planned = Planned::of_path(ways);
+            match &mut faults[..] {
+                [only] if never_returns.is_none() => *only = planned,
+                _ => faults.push(planned),
+            }
+        }
         let timing = &mut Random::new(seed, 9);
-        let clocks = [(); 3].map(|()| [-TENTH_APART, 0, TENTH_APART][timing.index(3)]);
-        let clocks = if faults.len() > 1 && timing.percent(40) { clocks } else { [0; 3] };
+        let clocks = [(); 3].map(|()| [-TENTH_APART, TENTH_APART][timing.index(2)]);
+        let clocks = if faults.len() > 1 && timing.percent(80) { clocks } else { [0; 3] };
         let clocks_stop = timing.percent(40);
         let slow = (faults.len() > 1 && timing.percent(15))
             .then(|| (timing.index(hosts), 3 + timing.below(6) as u32));
@@ -263,6 +277,7 @@ impl Schedule {
             faults,
             without_arbiter,
             never_returns,
+            paths,
             clocks,
             clocks_stop,
             slow,
@@ -303,6 +318,18 @@ impl Planned {
             _ => Lasting::Hole,
         };
         Planned { when, fault: Fault::Lasts(what) }
+    }
+
+    fn of_path(random: &mut Random) -> Planned {
+        let when = When::At(Time(random.millis(200, TROUBLE - 500)));
+        let flaw = match random.below(5) {
+            0 => Flaw::Cut,
+            1 => Flaw::Reset,
+            2 => Flaw::OneWay(random.percent(50)),
+            _ => Flaw::Hole,
+        };
+        let span = random.millis(50, 8_000);
+        Planned { when, fault: Fault::Path(flaw, random.percent(80), span) }
     }
 
     fn upon(random: &mut Random) -> When {

@@ -11,8 +11,10 @@ const RETURN_WITHIN: Duration = Duration::from_secs(20);
 impl World {
     /// The time to wait for what the schedule allows to come back.
     pub(crate) fn patience(&self) -> Duration {
-        // A primary that has told a backup to take over, whose disk hangs by now, gives it 10 s.
-        let waits = self.may_be_protected() || self.lost.is_hung();
+        // A primary that has told a backup to take over, whose disk hangs by now, gives it 10 s. So it
+        // does a backup with its first epoch, and half as much before that goes over another path.
+        let slow_to_give_up = self.lost.is_hung() || self.schedule.paths > 1;
+        let waits = self.may_be_protected() || slow_to_give_up;
         if waits { RETURN_WITHIN } else { RETURN_WITHIN / 2 }
     }
 

@@ -17,7 +17,7 @@ use crate::trace::Trace;
 use std::collections::BTreeSet;
 use std::time::Duration;
 use understudy_protocol::wire::Message;
-use understudy_protocol::{Generation, LeaseAnswer, PrimaryPhase, Time, Verdict};
+use understudy_protocol::{Generation, LeaseAnswer, PathIndex, PrimaryPhase, Time, Verdict};
 use understudy_session::backup::Event as BackupEvent;
 use understudy_session::primary::Event as PrimaryEvent;
 
@@ -54,6 +54,9 @@ pub(crate) enum Event {
     PowerOn(HostId, u32),
     Heal(HostId, HostId),
     WakesUp(HostId, Duration),
+    DialPath(HostId, SessionId, PathIndex),
+    MoveData(HostId, SessionId),
+    PathHeals(HostId, HostId, PathIndex),
     DataFlows(ConnectionId),
     FormerAsks(HostId, SessionId),
     Recovers(HostId),
@@ -81,6 +84,8 @@ pub(crate) struct World {
     pub(crate) lease_random: Random,
     /// And about records that were being written when something failed.
     pub(crate) record_random: Random,
+    /// And about paths.
+    pub(crate) path_random: Random,
     pub(crate) hosts: Vec<Host>,
     pub(crate) network: Network,
     pub(crate) arbiter: Arbiter,
@@ -98,6 +103,8 @@ pub(crate) struct World {
     pub(crate) forced_in_vain: Option<Generation>,
     /// Parts that have failed for good.
     pub(crate) lost: Lost,
+    /// Session of which one path has failed, another works, and nothing else fails.
+    pub(crate) spare_path: Option<SessionId>,
     /// Whether somebody could go on with the VM.
     pub(crate) carried: bool,
     /// Part of the present event that may take it from a host.
@@ -133,6 +140,7 @@ impl World {
             random: Random::new(chance, 0),
             lease_random: Random::new(chance, 3),
             record_random: Random::new(chance, 11),
+            path_random: Random::new(chance, 13),
             hosts: (0..schedule.hosts).map(|_| Host::new()).collect(),
             network: Network::new(),
             arbiter: Arbiter::new(first, generation),
@@ -147,6 +155,7 @@ impl World {
             violation: None,
             forced_in_vain: None,
             lost: Lost::default(),
+            spare_path: None,
             carried: true,
             excuse: None,
             answered: BTreeSet::new(),
@@ -209,9 +218,16 @@ impl World {
     }
 
     /// What takes so long elsewhere, on this host.
-    pub(crate) fn paced(&self, host: HostId, time: Duration) -> Duration {
+    pub(crate) fn paced(&mut self, host: HostId, time: Duration) -> Duration {
         let slow = self.schedule.slow.filter(|(slow, _)| *slow == host.0);
+        self.coverage.slowed += u64::from(slow.is_some());
         time * slow.map_or(1, |(_, times)| times)
+    }
+
+    /// Lets the event happen on this host once it has done what takes so long elsewhere.
+    pub(crate) fn after_work(&mut self, host: HostId, time: Duration, event: Event) {
+        let delay = self.paced(host, time);
+        self.after(delay, event);
     }
 
     pub(crate) fn at(&mut self, time: Time, event: Event) {
@@ -256,7 +272,7 @@ impl World {
             PauseEnds(host, ..) | Captured(host, ..) => host,
             Errand(host, ..) | Feed(host, ..) => host,
             PrimaryBeat(host, _) | BackupBeat(host, _) | RepairDue(host, _) => host,
-            Prove(host, _) => host,
+            Prove(host, _) | DialPath(host, ..) | MoveData(host, _) => host,
             OfferExpires(host, _) | Surveyed(host, _) | Read(host, ..) => host,
             LeaseLook(host, _) => host,
             LeaseAnswered(tending, _) => &tending.host(),
@@ -294,6 +310,9 @@ impl World {
             Event::Strike(fault) => self.strike(fault),
             Event::PowerOn(host, life) => self.power_on(host, life),
             Event::Heal(from, to) => self.heal(from, to),
+            Event::DialPath(host, id, path) => self.dial_path(host, id, path),
+            Event::MoveData(host, id) => self.move_data(host, id),
+            Event::PathHeals(from, to, path) => self.path_heals(from, to, path),
             Event::WakesUp(host, still) => self.wakes_up(host, still),
             Event::Recovers(host) => self.guest_recovers(host),
             Event::FormerAsks(host, id) => self.former_asks(host, id),

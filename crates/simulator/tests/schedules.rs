@@ -27,6 +27,8 @@ fn broken_by(mutant: Mutant) -> &'static str {
             | SleepUnnoticed
             | ClocksAgree => "two live copies",
             EveryLookIsHeadway | LaterBytesCount => "and nothing moves",
+            StayInTheHole | LostWithOnePath => "although another path works",
+            StayOnTheDead => "sends data over a dead path",
             ContestWhenSick => "is sick, and won",
             AskOnce | StayFrozen | KeepUnheardGrant => "its VM is held up",
             HaltAtOnce | WinnersWordFirst => "ends its guest, and nobody else has run the VM",
