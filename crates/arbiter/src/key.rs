@@ -22,13 +22,6 @@ impl Key<'_> {
     }
 }
 
-/// Where the folders of all records about a VM are, in the directory of the arbiter: alone it is a group, too.
-pub fn folders_of(directory: &Path, vm: &VmName) -> Vec<PathBuf> {
-    let alone = vm.into();
-    let keys = [Key::Vm(vm), Key::Incarnation(&alone), Key::Restore(&alone)];
-    keys.iter().map(|key| key.below(directory)).collect()
-}
-
 impl<'a> From<&'a VmName> for Key<'a> {
     fn from(vm: &'a VmName) -> Key<'a> {
         Key::Vm(vm)

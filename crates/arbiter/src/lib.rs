@@ -21,4 +21,4 @@ pub use arbiter::{Arbiter, Unreachable};
 pub use config::{ArbiterConfig, EtcdConfig, EtcdTls};
 pub use file::identity_file;
 pub use identity::{ArbiterId, ArbiterName, MEMORY};
-pub use key::{Key, folders_of};
+pub use key::Key;

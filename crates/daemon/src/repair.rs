@@ -333,13 +333,17 @@ fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, event: RepairEvent) -> Option
 impl Host {
     /// Has a VM give up its backup, which lives, if the arbiter would let this host go on alone.
     fn give_backup_up(&self, vm: &PrimaryVm, reason: String) {
-        let owns = self.arbiter.as_ref().map(|arbiter| arbiter.owns(vm.name(), vm.generation()));
-        match (owns, vm.active_session()) {
-            (Some(Ok(true)), Some(session)) => {
+        // What is given up is contested: an arbiter that can only be read would hold the output.
+        let proven = self
+            .arbiter
+            .as_ref()
+            .map(|arbiter| arbiter.prove(vm.name(), &self.config.name, vm.generation()));
+        match (proven, vm.active_session()) {
+            (Some(Ok(())), Some(session)) => {
                 info!(vm = %vm.name(), "its backup is given up: {reason}");
                 session.event(Event::Replace(reason));
             }
-            (owns, _) => info!(vm = %vm.name(), "its backup stays; the arbiter: {owns:?}"),
+            (proven, _) => info!(vm = %vm.name(), "its backup stays; the arbiter: {proven:?}"),
         }
     }
 }

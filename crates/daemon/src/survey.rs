@@ -11,10 +11,10 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
-use understudy_arbiter::Arbiter;
+use understudy_arbiter::{Arbiter, Unreachable};
 use understudy_protocol::repair::{Candidate, Fitness};
 use understudy_protocol::wire::Kind;
-use understudy_protocol::{HostName, VmName};
+use understudy_protocol::{HostName, Ownership, VmName};
 use understudy_qemu::capabilities::CapabilityError;
 use understudy_qemu::definition::CardDefinition;
 use understudy_qemu::{Capabilities, CpuNeeds};
@@ -87,7 +87,7 @@ impl Host {
             // Gives way to the new backup.
             Some(Vm::Fenced(_)) | None => {}
         }
-        if let Err(error) = arbiter.identify() {
+        if let Err(error) = arbiter.identify().and_then(|_| prove_as_it_is(arbiter, vm)) {
             return Some(format!("could not take it over: {error}"));
         }
         if let Err(error) = self.check_cpu_needs(&needs.cpu) {
@@ -195,4 +195,12 @@ pub(crate) fn load_percent() -> u32 {
     let load: f64 = text.split(' ').next().and_then(|load| load.parse().ok()).unwrap_or(0.0);
     let processors = thread::available_parallelism().map_or(1, usize::from);
     (load * 100.0 / processors as f64) as u32
+}
+
+/// Tries whether this host could change the arbiter's record of a VM, whoever owns that.
+fn prove_as_it_is(arbiter: &Arbiter, vm: &VmName) -> Result<(), Unreachable> {
+    match arbiter.current(vm)? {
+        Some(Ownership { host: Some(owner), generation }) => arbiter.prove(vm, &owner, generation),
+        _ => Ok(()),
+    }
 }

@@ -129,7 +129,8 @@ impl ChangeMap {
 
     /// The bytes of the disk whose map is at `path`, if there is one.
     pub fn disk_bytes_at(path: &Path) -> Option<u64> {
-        listed_bytes(&File::open(path).ok()?).ok()?
+        let file = File::open(path).ok()?;
+        listed_bytes(&file).ok()?.filter(|_| is_stamped(&file))
     }
 
     fn open_with(
@@ -148,7 +149,8 @@ impl ChangeMap {
         // Not the metadata's length, which is 0 for a block device.
         let image_bytes = File::open(image)?.seek(SeekFrom::End(0))?;
         let listed = listed_bytes(&file)?.filter(|it| (image_bytes..=disk_bytes).contains(it));
-        let Some(listed) = listed else {
+        // A list of the version before may have been refused for its size, and not noted in since.
+        let Some(listed) = listed.filter(|&it| it == disk_bytes || is_stamped(&file)) else {
             return Ok(Err("the disk's size has changed".to_owned()));
         };
         if let Some(doubt) = doubt(&file, image, untold)? {
@@ -364,6 +366,13 @@ fn listed_bytes(file: &File) -> io::Result<Option<u64>> {
     let listed = u64::from_le_bytes(bytes.try_into().expect("eight are left"));
     let length = BITS_AT + bitmap_bytes(listed) as u64;
     Ok((magic == MAGIC && file.metadata()?.len() == length).then_some(listed))
+}
+
+/// Whether this version made the list.
+fn is_stamped(file: &File) -> bool {
+    let mut stamp = [0; stamp::BYTES];
+    file.read_exact_at(&mut stamp, STAMP_AT).is_ok()
+        && !matches!(Stamp::decode(&stamp), Some(Stamp::Time))
 }
 
 /// Reason why the map may not tell all changes of the image.

@@ -107,6 +107,11 @@ impl World {
             // The offer is of a host that slept while this one was given the VM.
             return self.close(host, data);
         }
+        let owner = &self.arbiter;
+        if owner.owner == host && owner.generation > generation {
+            // The arbiter was asked for it, and this host has it, though it started nothing.
+            return self.close(host, data);
+        }
         let core = Backup::new(generation, self.schedule.timeout, self.now);
         let mut core = backup::Standby::new(core, 1).with_patience(DISK_PATIENCE);
         core.join();

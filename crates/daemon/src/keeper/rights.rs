@@ -88,26 +88,20 @@ fn cannot(error: impl Display) -> HostError {
 }
 
 /// A test has a keeper try what it may not: to read its daemon's memory, to make a namespace, to read the authority's key,
-/// another VM's disk and record, and to ask its daemon as an operator does. What came of it is a line in the file that the
+/// another VM's disk, and to ask its daemon as an operator does. What came of it is a line in the file that the
 /// fail point names.
 pub(crate) fn try_in_a_test(_config: &HostConfig) {
     fail::fail_point!("rights", |file| {
         use nix::sched::{CloneFlags, unshare};
         use std::io::{BufRead, BufReader, Write};
         use std::{fs::File, os::unix::net::UnixStream, process::id};
-        use understudy_arbiter::ArbiterConfig;
 
         let daemon = std::os::unix::process::parent_id();
-        let arbiter = match &_config.arbiter {
-            Some(ArbiterConfig::File { path }) => path.clone(),
-            _ => Default::default(),
-        };
         let key = _config.tls.as_ref().map(|tls| tls.ca.with_file_name("ca.key"));
         let files = [
             format!("/proc/{daemon}/mem").into(),
             key.unwrap_or_default(),
             _config.state_dir.join("another/disk0.img"),
-            arbiter.join("another/1"),
         ];
         let opened = files.map(|path| File::open(path).map(drop).map_err(|error| error.kind()));
         let namespace = unshare(CloneFlags::CLONE_NEWUSER);

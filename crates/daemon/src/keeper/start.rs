@@ -154,15 +154,9 @@ impl Host {
             program: Some(Program::own()),
             problem: None,
         };
-        let begun =
-            await_socket(&mut process, &name, &socket).context("no keeper for it").and_then(|()| {
-                // It asks the arbiter about all of them before it takes the first.
-                let others = offer.group.iter().flat_map(|group| &group.membership.members);
-                for other in others.filter(|member| member.vm != name) {
-                    self.admit(&other.vm, &keeper)?;
-                }
-                keeper.take(link, Some(offer))
-            });
+        let begun = await_socket(&mut process, &name, &socket)
+            .context("no keeper for it")
+            .and_then(|()| keeper.take(link, Some(offer)));
         if begun.is_err() {
             self.end(process, &name);
             return begun;

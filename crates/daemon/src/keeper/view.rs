@@ -1,5 +1,5 @@
-//! What a keeper sees of its host's files: in a mount namespace of its own, the directories and the arbiter's records of
-//! its own VMs, and not those of others; no keys that are not its host's own, and no devices below its file systems. The
+//! What a keeper sees of its host's files: in a mount namespace of its own, the directories of its own VMs, and not
+//! those of others; no keys that are not its host's own, and no devices below its file systems. The
 //! rest is as it is for its daemon.
 //!
 //! Nothing can be mounted from within any more: [`super::rights`] sees to that. A further VM of its group is
@@ -22,11 +22,11 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::{env, thread};
-use tracing::warn;
-use understudy_arbiter::{ArbiterConfig, MEMORY, folders_of, identity_file};
+use understudy_arbiter::MEMORY;
 use understudy_link::pki::CA_KEY;
 use understudy_protocol::VmName;
-use understudy_replication::records;
+use understudy_qemu::definition::DiskDefinition;
+use understudy_replication::records::{self, Records};
 use understudy_report::error::{ErrorKind, HostError};
 
 /// What a mount that hides something is called in /proc/self/mountinfo.
@@ -75,17 +75,10 @@ fn narrow(config: &HostConfig, vm: &VmName) -> anyhow::Result<()> {
     prepare_directory(&own)?;
     let mut left = vec![own, state.join(MEMORY)];
     left.extend(nobodys(state)?);
+    left.extend(of_images(config, vm));
+    left.sort();
+    left.dedup();
     show_only(state, &left)?;
-    if let Some(ArbiterConfig::File { path }) = &config.arbiter {
-        let identity = identity_file(path);
-        // Without it the arbiter is new, or its storage is not mounted.
-        match fs::metadata(&identity).and_then(|_| make_folders(path, vm)) {
-            Ok(folders) => show_only(path, &[folders, vec![identity]].concat())?,
-            Err(error) => {
-                warn!("the records of other VMs are not hidden: {}: {error}", path.display());
-            }
-        }
-    }
     for file in strange_keys(config).into_iter().chain(devices::all()) {
         bar(&file).with_context(|| format!("cannot hide {}", file.display()))?;
     }
@@ -103,23 +96,25 @@ fn nobodys(state: &Path) -> anyhow::Result<Vec<PathBuf>> {
 }
 
 /// A VM's directory is closed to all but root from its first moment, before there is anything in it.
-fn is_nobodys(directory: &Path) -> bool {
-    let is_open = |found: fs::Metadata| found.is_dir() && found.mode() & 0o077 != 0;
+fn is_nobodys(entry: &Path) -> bool {
     let of_vms = [note::FILE, records::FILE];
-    fs::metadata(directory).is_ok_and(is_open)
-        && !of_vms.iter().any(|file| directory.join(file).exists())
+    fs::metadata(entry).is_ok_and(|found| match found.is_dir() {
+        true => found.mode() & 0o077 != 0 && !of_vms.iter().any(|file| entry.join(file).exists()),
+        // An image; not a lock, which is the daemon's.
+        false => found.is_file() && found.len() > 0,
+    })
 }
 
-/// The folders of the arbiter's records about a VM, which are made if they are not there: later they could not be.
-fn make_folders(arbiter: &Path, vm: &VmName) -> io::Result<Vec<PathBuf>> {
-    let folders = folders_of(arbiter, vm);
-    for folder in &folders {
-        match fs::create_dir(folder) {
-            Err(error) if error.kind() != IoErrorKind::AlreadyExists => return Err(error),
-            _ => {}
-        }
-    }
-    Ok(folders)
+/// Directories of its own images, where somebody has put them into the state directory.
+fn of_images(config: &HostConfig, vm: &VmName) -> Vec<PathBuf> {
+    // One that cannot be read is told of by whoever needs it.
+    let record = Records::new(&config.state_dir, &config.name).read(vm).ok().flatten();
+    let disks = record.iter().flat_map(|record| &record.definition.disks);
+    let below = |disk: &DiskDefinition| {
+        let inner = disk.path.strip_prefix(&config.state_dir).ok()?.components().next()?;
+        Some(config.state_dir.join(inner))
+    };
+    disks.filter_map(below).collect()
 }
 
 /// The authority's key and those of other hosts, where this one was set up, and the tokens of its API.
@@ -150,7 +145,7 @@ fn show_only(directory: &Path, entries: &[PathBuf]) -> anyhow::Result<()> {
                 false => drop(File::create_new(path)?),
             }
             bind(&PathBuf::from(format!("/proc/self/fd/{}", entry.as_raw_fd())), path)?;
-            if !entry.metadata()?.is_dir() {
+            if path.ends_with(MEMORY) {
                 close(path)?;
             }
         }
@@ -211,17 +206,12 @@ pub(super) fn admit(config: &HostConfig, vm: &VmName, keeper: u32) -> Result<(),
         }
         let directory = vm.below(&config.state_dir);
         prepare_directory(&directory)?;
-        let mut entries = vec![Entry::new(directory)?];
-        if let Some(ArbiterConfig::File { path }) = &config.arbiter {
-            let folders = make_folders(path, vm)?;
-            entries
-                .extend(folders.into_iter().map(Entry::new).collect::<anyhow::Result<Vec<_>>>()?);
-        }
+        let entry = Entry::new(directory)?;
         let there = thread::Builder::new().name("admit".to_owned()).spawn(move || {
             // A thread of its own can be elsewhere than the others.
             unshare(CloneFlags::CLONE_FS)?;
             setns(namespace, CloneFlags::CLONE_NEWNS)?;
-            entries.iter().try_for_each(Entry::show)
+            entry.show()
         })?;
         there.join().unwrap_or_else(|_| Err(anyhow::anyhow!("the thread that did it panicked")))
     };
@@ -285,6 +275,7 @@ mod tests {
             ("state/begun/disk0.img", "another's"),
             ("state/images/cd.iso", "nobody's"),
             ("state/arbiter.id", "id"),
+            ("state/db.raw", "its image"),
             ("arbiter/.identity", "id"),
             ("arbiter/db/1", "own"),
             ("arbiter/shop/1", "another's"),
@@ -340,20 +331,18 @@ mod tests {
         let (config, place) = (host(directory.path()), |path: &str| directory.path().join(path));
         in_keeper(&config, || {
             let shown = ["state/db/record.json", "state/arbiter.id", "state/images/cd.iso"];
-            let further = ["arbiter/db/1", "arbiter/.identity", "pki/ca.pem", "pki/a.key"];
+            let further = ["arbiter/db/1", "pki/ca.pem", "pki/a.key", "state/db.raw"];
             for path in shown.iter().chain(&further) {
                 assert!(read(&place(path)).is_ok(), "{path}");
             }
-            let hidden = ["state/shop/record.json", "state/begun/disk0.img", "arbiter/shop/1"];
+            let hidden = ["state/shop/record.json", "state/begun/disk0.img"];
             for path in hidden {
                 assert_eq!(read(&place(path)), Err(IoErrorKind::NotFound), "{path}");
             }
             for path in ["pki/ca.key", "pki/b.key"] {
                 assert_eq!(read(&place(path)), Err(IoErrorKind::PermissionDenied), "{path}");
             }
-            let lost =
-                ["state/further", "arbiter/further", "state/arbiter.id", "arbiter/.identity"];
-            for path in lost {
+            for path in ["state/further", "state/arbiter.id"] {
                 assert_eq!(write(&place(path)), Err(IoErrorKind::ReadOnlyFilesystem), "{path}");
             }
             for device in devices::all().iter().filter(|device| device.exists()) {
@@ -362,12 +351,10 @@ mod tests {
             }
             assert_eq!(write(&place("state/db/written")), Ok(()));
             assert_eq!(write(&place("arbiter/db/2")), Ok(()));
-            assert_eq!(write(&place("arbiter/restore.db/1")), Ok(()));
+            assert_eq!(write(&place("state/db.raw")), Ok(()));
         });
         // The host sees what the keeper has done, and all else as before.
-        for path in
-            ["state/db/written", "arbiter/db/2", "arbiter/restore.db/1", "state/shop/disk0.img"]
-        {
+        for path in ["state/db/written", "arbiter/db/2", "state/shop/disk0.img"] {
             assert!(read(&place(path)).is_ok(), "{path}");
         }
         assert_eq!(read(&place("pki/ca.key")).as_deref(), Ok("the authority's"));
@@ -403,11 +390,10 @@ mod tests {
                     tell.send(nix::unistd::gettid().as_raw()).unwrap();
                     let mut seen = Vec::new();
                     for () in goes {
-                        let paths = ["state/shop/record.json", "arbiter/shop/1", "arbiter/other/1"];
-                        seen.push(paths.map(|path| read(&place(path))));
+                        seen.push(read(&place("state/shop/record.json")));
                         tell.send(0).unwrap();
                     }
-                    let written = (write(&place("arbiter/shop/2")), write(&place("state/further")));
+                    let written = (write(&place("state/shop/new")), write(&place("state/further")));
                     (seen, written)
                 })
             });
@@ -428,13 +414,11 @@ mod tests {
             look();
             drop(go);
             let (seen, written) = keeper.join().unwrap();
-            let (hidden, others) = (Err(IoErrorKind::NotFound), || Ok("another's".to_owned()));
-            assert_eq!(seen[0], [hidden.clone(), hidden.clone(), hidden.clone()]);
-            assert_eq!(seen[1], [others(), others(), hidden.clone()]);
-            assert_eq!(seen[2], [Ok("again".to_owned()), others(), hidden]);
+            let hidden = Err(IoErrorKind::NotFound);
+            assert_eq!(seen, [hidden, Ok("another's".to_owned()), Ok("again".to_owned())]);
             assert_eq!(written, (Ok(()), Err(IoErrorKind::ReadOnlyFilesystem)));
         });
-        assert!(directory.path().join("arbiter/shop/2").exists(), "it was written elsewhere");
+        assert!(directory.path().join("state/shop/new").exists(), "it was written elsewhere");
     }
 
     #[test]

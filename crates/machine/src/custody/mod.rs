@@ -122,6 +122,7 @@ impl Custody {
     /// Has a custodian end, and its QEMU with it, whatever it keeps.
     pub fn end(socket: &Path) -> anyhow::Result<()> {
         let custodian = UnixStream::connect(socket)?;
+        custodian.set_read_timeout(Some(PATIENCE))?;
         drop(Custody { custodian, child: None, is_left: false });
         Ok(())
     }
