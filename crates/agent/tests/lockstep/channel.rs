@@ -102,10 +102,12 @@ impl Channel {
         )
     }
 
-    /// The primary is gone: what arrived is all.
-    pub fn end(mut self) {
+    /// The primary is gone, or stands still for good: what arrived is all.
+    pub fn end(&mut self) {
         self.shared.over.store(true, Ordering::Release);
-        self.sender.take().unwrap().join().unwrap();
+        if let Some(sender) = self.sender.take() {
+            sender.join().unwrap();
+        }
     }
 }
 

@@ -39,6 +39,10 @@ const LOADS: [&str; 3] = [
     "while :; do for i in 1 2 3 4 5; do ls /bin | md5sum; done; sleep 0.3; done",
 ];
 
+/// Large requests to the disk, one after the other: more than a socket to its server has room for.
+const LARGE_WRITES: &str = "while :; do head -c 4194304 /dev/urandom > /tmp/x; \
+     dd if=/tmp/x of=/data/y bs=1M conv=fsync; done";
+
 /// Runs a test in a network namespace of its own, which vanishes with its last thread.
 fn in_namespace(body: impl FnOnce() + Send + 'static) {
     let test = thread::spawn(|| {
@@ -120,7 +124,10 @@ fn protect(primary: &Vm, backup: &mut Vm) -> Channel {
 /// Stops the primary, lets the backup come to the same instruction, and compares. The primary
 /// stays stopped: to stop is no part of the log, and a card that has frames to send when it is
 /// stopped asks for that once more when it runs again, which its backup does not.
-fn compare(primary: &mut Vm, backup: &Vm, channel: &Channel) {
+///
+/// The log ends here. A backup that waits for more does nothing else: of a large request to its
+/// disk, what its socket had no room for would wait as well.
+fn compare(primary: &mut Vm, backup: &Vm, channel: &mut Channel) {
     primary.monitor.stop().unwrap();
     let end = channel.position_of(primary.log.ask(Request::Flush).unwrap());
     await_backup("the backup to come to the same instruction", backup, || {
@@ -128,15 +135,18 @@ fn compare(primary: &mut Vm, backup: &Vm, channel: &Channel) {
         let (one, other) = (primary.log.status(), backup.log.status());
         other.position >= end && other.is_blocked && other.instructions == one.instructions
     });
-    assert_eq!(lasting_differences(primary, backup), Vec::<String>::new(), "after {end} bytes");
+    let none = Vec::<String>::new();
+    assert_eq!(replica::memory_differences(primary, backup), none, "after {end} bytes");
+    channel.end();
+    assert_eq!(lasting_disk_differences(primary, backup), none, "after {end} bytes");
 }
 
-/// Places where two machines differ that stand still. What a disk of the backup was told before its
-/// guest came to this instruction may still be under way: it gets some time to arrive.
-fn lasting_differences(primary: &Vm, backup: &Vm) -> Vec<String> {
+/// Places where two disks differ for good. What the backup's was told before its guest came to this
+/// instruction may still be under way: it gets some time to arrive.
+fn lasting_disk_differences(primary: &Vm, backup: &Vm) -> Vec<String> {
     let deadline = Instant::now() + SETTLED;
     loop {
-        let differences = replica::differences(primary, backup);
+        let differences = replica::disk_differences(primary, backup);
         if differences.is_empty() || Instant::now() > deadline {
             return differences;
         }
@@ -144,7 +154,7 @@ fn lasting_differences(primary: &Vm, backup: &Vm) -> Vec<String> {
 }
 
 /// The backup of a primary that is gone goes on in its place.
-fn take_over(backup: &mut Vm, channel: Channel) {
+fn take_over(backup: &mut Vm, mut channel: Channel) {
     let began = Instant::now();
     channel.end();
     backup.await_end_of_log();
@@ -164,7 +174,7 @@ fn go_live(backup: &mut Vm) {
 }
 
 /// The primary of a backup that is gone goes on by itself.
-fn go_on_alone(primary: &mut Vm, channel: Channel) {
+fn go_on_alone(primary: &mut Vm, mut channel: Channel) {
     primary.log.ask(Request::Detach).unwrap();
     channel.end();
     primary.log.discard_log().unwrap();
@@ -211,9 +221,9 @@ fn one_connection_outlives_two_primaries() {
         drop(second);
         wait_for_answers(50);
         let mut fourth = Vm::start("d", LogRole::Replay);
-        let channel = protect(&third, &mut fourth);
+        let mut channel = protect(&third, &mut fourth);
         wait_for_answers(100);
-        compare(&mut third, &fourth, &channel);
+        compare(&mut third, &fourth, &mut channel);
         third.kill();
         take_over(&mut fourth, channel);
         wait_for_answers(50);
@@ -226,14 +236,14 @@ fn a_primary_outlives_its_backup_and_gets_another() {
     in_namespace(|| {
         let mut primary = Vm::start("p", LogRole::Record);
         primary.run_until_ready();
-        client::run_in_guest(LOADS[1]);
+        client::run_in_guest(LARGE_WRITES);
         let client = Client::start();
         for name in ["b", "c"] {
             let mut backup = Vm::start(name, LogRole::Replay);
-            let channel = protect(&primary, &mut backup);
+            let mut channel = protect(&primary, &mut backup);
             let before = client.answers();
             wait_for("answers under protection", || client.answers() > before + 100);
-            compare(&mut primary, &backup, &channel);
+            compare(&mut primary, &backup, &mut channel);
             backup.kill();
             go_on_alone(&mut primary, channel);
             primary.monitor.cont().unwrap();
@@ -250,14 +260,14 @@ fn a_guest_reboots_on_both_sides() {
         let mut primary = Vm::start("p", LogRole::Record);
         primary.run_until_ready();
         let mut backup = Vm::start("b", LogRole::Replay);
-        let channel = protect(&primary, &mut backup);
+        let mut channel = protect(&primary, &mut backup);
         let began = Instant::now();
         client::run_in_guest("reboot");
         wait_for("the primary's guest to boot again", || primary.boots() == 2);
         let rebooted = began.elapsed();
         await_backup("the backup's guest to boot again", &backup, || backup.boots() == 1);
         println!("the primary rebooted in {rebooted:.1?}, the backup in {:.1?}", began.elapsed());
-        compare(&mut primary, &backup, &channel);
+        compare(&mut primary, &backup, &mut channel);
     });
 }
 
@@ -286,7 +296,7 @@ fn a_backup_follows_byte_by_byte_and_takes_over_an_open_connection() {
         wait_for("some answers", || client.answers() > 50);
 
         let mut backup = Vm::start("b", LogRole::Replay);
-        let channel = protect(&primary, &mut backup);
+        let mut channel = protect(&primary, &mut backup);
         let console = primary.console_bytes();
         let until = Instant::now() + seconds("LOCKSTEP_SECONDS", 3);
         while Instant::now() < until {
@@ -296,7 +306,7 @@ fn a_backup_follows_byte_by_byte_and_takes_over_an_open_connection() {
         println!("{}", channel.account());
         let before = client.answers();
         wait_for("answers under protection", || client.answers() > before + 50);
-        compare(&mut primary, &backup, &channel);
+        compare(&mut primary, &backup, &mut channel);
 
         primary.kill();
         let said = primary.console_since(console);

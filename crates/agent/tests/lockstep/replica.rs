@@ -95,8 +95,8 @@ impl Replica {
     }
 }
 
-/// Places where two stopped machines differ: pages of memory, blocks of the disk.
-pub fn differences(one: &Vm, other: &Vm) -> Vec<String> {
+/// Pages of memory in which two machines differ that stand still.
+pub fn memory_differences(one: &Vm, other: &Vm) -> Vec<String> {
     let mut found = Vec::new();
     let (mut a, mut b) = ([0; PAGE_SIZE], [0; PAGE_SIZE]);
     for (of_one, of_other) in one.blocks.iter().zip(&other.blocks) {
@@ -108,6 +108,13 @@ pub fn differences(one: &Vm, other: &Vm) -> Vec<String> {
             }
         }
     }
+    found
+}
+
+/// Blocks in which their disks differ.
+pub fn disk_differences(one: &Vm, other: &Vm) -> Vec<String> {
+    let mut found = Vec::new();
+    let (mut a, mut b) = ([0; PAGE_SIZE], [0; PAGE_SIZE]);
     for offset in (0..one.disk.export_bytes()).step_by(PAGE_SIZE) {
         one.disk.read(offset, &mut a).unwrap();
         other.disk.read(offset, &mut b).unwrap();

@@ -3,7 +3,7 @@
 
 use crate::client::{self, Bulk, Client};
 use crate::vm::Vm;
-use crate::{LOADS, compare, in_namespace, protect, seconds, wait_for};
+use crate::{LOADS, compare, go_on_alone, in_namespace, protect, seconds, wait_for};
 use std::thread;
 use std::time::{Duration, Instant};
 use understudy_qemu::lockstep::LogRole;
@@ -41,22 +41,22 @@ fn soak(runs: u32, run_seconds: u64) {
             wait_for("some answers", || records.answers() > 50);
 
             let mut backup = Vm::start("b", LogRole::Replay);
-            let channel = protect(&primary, &mut backup);
+            let mut channel = protect(&primary, &mut backup);
             let until = Instant::now() + seconds("LOCKSTEP_SECONDS", run_seconds);
             while Instant::now() < until {
                 thread::sleep(GLANCE);
                 channel.note_progress(&backup);
             }
             let account = channel.account();
-            compare(&mut primary, &backup, &channel);
+            compare(&mut primary, &backup, &mut channel);
             // For the clients' sake; the backup is not needed any more.
+            go_on_alone(&mut primary, channel);
             primary.monitor.cont().unwrap();
             println!(
                 "run {run} of {runs}: identical; {account}; {}; {} bytes each way",
                 records.end(),
                 bulk.end()
             );
-            channel.end();
         });
     }
 }
