@@ -1,8 +1,8 @@
-//! The threads of a protected VM are those of the map (ARCHITECTURE.md, "Threads"), and no others.
+//! The threads of a protected VM are those of the table (docs/threads.md), and no others.
 
 use crate::lockstep::lockstep;
 use crate::stage::{Calm, LIMIT, options, play, repairing_daemon};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
@@ -17,14 +17,12 @@ const MOST_IN_LOCKSTEP: usize = 12;
 /// go to this host's own disk unless it is told otherwise.
 const NOT_IN_LOCKSTEP: [&str; 2] = ["inbound", "reads"];
 
-/// The map: names of threads by the group that they are of; `N` is a number.
+/// The table: names of threads by the group that they are of; `N` is a number.
 fn map() -> Result<BTreeMap<String, BTreeSet<String>>> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../ARCHITECTURE.md");
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/threads.md");
     let text = fs::read_to_string(path)?;
-    let section = text.split("## Threads").nth(1).context("the map has no threads")?;
-    let section = section.split("\n## ").next().unwrap_or_default();
     let (mut map, mut group) = (BTreeMap::<_, BTreeSet<_>>::new(), String::new());
-    for row in section.lines().filter(|line| line.starts_with('|')).skip(2) {
+    for row in text.lines().filter(|line| line.starts_with('|')).skip(2) {
         let cells: Vec<&str> = row.split('|').map(str::trim).collect();
         let [_, of, threads, ..] = cells[..] else { continue };
         if !of.is_empty() {
@@ -33,6 +31,7 @@ fn map() -> Result<BTreeMap<String, BTreeSet<String>>> {
         let names = threads.split('`').skip(1).step_by(2).map(str::to_owned);
         map.entry(group.clone()).or_default().extend(names);
     }
+    ensure!(!map.is_empty(), "{} has no table", path.display());
     Ok(map)
 }
 
