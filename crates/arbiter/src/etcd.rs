@@ -79,15 +79,6 @@ impl Etcd {
         self.entries(&answer["kvs"])
     }
 
-    /// The revision of the last change of a key, whatever its value is; 0 if there is no such key.
-    pub fn revision(&self, key: &str) -> anyhow::Result<i64> {
-        let answer = self.call("kv/range", &json!({ "key": self.encode(key) }))?;
-        let entry = answer["kvs"].as_array().and_then(|entries| entries.first());
-        let revision =
-            |entry: &Value| integer(&entry["mod_revision"]).context("etcd named no revision");
-        entry.map_or(Ok(0), revision)
-    }
-
     /// Puts `value` if the key was last changed at `revision` (0: if there is no
     /// such key); whether it did.
     pub fn swap(&self, key: &str, revision: i64, value: &impl Serialize) -> anyhow::Result<bool> {

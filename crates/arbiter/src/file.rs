@@ -26,11 +26,6 @@ struct Record {
     host: Option<HostName>,
 }
 
-/// Where it stands which arbiter the one in this directory is.
-pub fn identity_file(directory: &Path) -> PathBuf {
-    directory.join(IDENTITY)
-}
-
 /// The records in one directory.
 #[derive(Clone, Debug)]
 pub struct FileArbiter {
@@ -150,7 +145,7 @@ impl FileArbiter {
         let named = || {
             let finished = self.directory.join(self.own_name()?);
             write_synced(&finished, &id)?;
-            let linked = fs::hard_link(&finished, identity_file(&self.directory));
+            let linked = fs::hard_link(&finished, self.directory.join(IDENTITY));
             fs::remove_file(&finished)?;
             match linked {
                 Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
@@ -187,7 +182,7 @@ impl FileArbiter {
 
     /// None only if the arbiter's own directory is there.
     fn read_identity(&self) -> io::Result<Option<ArbiterId>> {
-        match fs::read(identity_file(&self.directory)) {
+        match fs::read(self.directory.join(IDENTITY)) {
             Ok(text) => Ok(Some(serde_json::from_slice(&text)?)),
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 fs::metadata(&self.directory).map(|_| None)

@@ -113,7 +113,8 @@ impl EtcdArbiter {
                 return Ok(());
             }
             let own = (&*lease, seen.map_or(0, |entry| entry.revision));
-            let guard = (&*withdrawal, self.etcd.revision(&withdrawal).map_err(unanswered)?);
+            let withdrawn: Option<Entry<bool>> = self.etcd.get(&withdrawal).map_err(unanswered)?;
+            let guard = (&*withdrawal, withdrawn.map_or(0, |entry| entry.revision));
             let changed = match to {
                 Some(renewal) => self.etcd.swap_guarded(own, guard, renewal),
                 None => self.etcd.remove_guarded(own, guard),

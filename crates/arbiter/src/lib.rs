@@ -19,6 +19,5 @@ pub mod whole_file;
 
 pub use arbiter::{Arbiter, Unreachable};
 pub use config::{ArbiterConfig, EtcdConfig, EtcdTls};
-pub use file::identity_file;
 pub use identity::{ArbiterId, ArbiterName, MEMORY};
 pub use key::Key;
