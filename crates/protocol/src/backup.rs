@@ -273,14 +273,12 @@ impl Backup {
     /// A copy that cannot run must not win the VM: before the primary hears of
     /// it and hangs up, this backup is out of every contest.
     fn cannot_serve(&mut self, reason: String, actions: &mut Vec<BackupAction>) {
-        let has_won = match self.phase {
-            BackupPhase::Live | BackupPhase::HandingBack(_) => true,
-            BackupPhase::Contesting(_) => planted!(ContestWhenBroken),
-            _ => false,
-        };
         match self.phase {
             // The start fails, and then it is handed back; sooner, if somebody waits for that.
-            _ if has_won => self.useless = Some(reason),
+            BackupPhase::Live | BackupPhase::HandingBack(_) => self.useless = Some(reason),
+            BackupPhase::Contesting(_) if planted!(ContestWhenBroken) => {
+                self.useless = Some(reason)
+            }
             BackupPhase::Discarded => {}
             _ => self.discard(reason, actions),
         }
@@ -380,8 +378,8 @@ impl Backup {
     }
 
     /// A copy that is started soon is worth more than one that stands still; one whose host hangs, or
-    /// that is known to be of no use, is not, as long as it has not run. The former primary asks whoever the arbiter has given the VM: this host, which need not
-    /// have heard of it.
+    /// that is known to be of no use, is not, as long as it has not run. The former primary asks
+    /// whoever the arbiter has given the VM: this host, which need not have heard of it.
     fn awaited(&mut self, now: Time, actions: &mut Vec<BackupAction>) {
         let contests = matches!(self.phase, BackupPhase::Contesting(_));
         if contests && self.unfit && !planted!(KeepUnheardGrant) {
@@ -392,9 +390,8 @@ impl Backup {
         if self.phase != BackupPhase::Live || self.starts {
             return;
         }
-        let late = now - self.won > START_PATIENCE;
-        let late =
-            late.then(|| format!("it was not started within {} s", START_PATIENCE.as_secs()));
+        let late = (now - self.won > START_PATIENCE)
+            .then(|| format!("it was not started within {} s", START_PATIENCE.as_secs()));
         let useless = self.useless.take().filter(|_| !planted!(KeepTheUseless));
         if let Some(reason) = useless.or(late) {
             self.hand_back(reason, actions);

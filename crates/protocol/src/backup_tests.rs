@@ -4,6 +4,17 @@ fn at(ms: u64) -> Time {
     Time(Duration::from_millis(ms))
 }
 
+/// A backup that was asked to take over, and has won the VM at generation 2.
+fn winner() -> Backup {
+    let mut backup = Backup::new(Generation(1), Duration::from_millis(100), at(0));
+    let granted = BackupEvent::Verdict(Verdict::Granted(Generation(2)));
+    let events = [BackupEvent::Staged(Epoch(1)), BackupEvent::TakeOver, granted];
+    for (ms, event) in (1..).zip(events) {
+        backup.handle(at(ms), event, &mut Vec::new());
+    }
+    backup
+}
+
 #[test]
 fn a_silence_is_borne_until_there_is_something_to_take_over() {
     let mut backup = Backup::new(Generation(1), Duration::from_millis(100), at(0));
@@ -131,12 +142,7 @@ fn a_winner_that_cannot_start_hands_the_vm_back() {
 #[test]
 fn a_winner_whose_copy_died_gives_it_to_whoever_waits_at_once_unless_it_runs() {
     for runs in [false, true] {
-        let mut backup = Backup::new(Generation(1), Duration::from_millis(100), at(0));
-        let mut actions = Vec::new();
-        backup.handle(at(1), BackupEvent::Staged(Epoch(1)), &mut actions);
-        backup.handle(at(2), BackupEvent::TakeOver, &mut actions);
-        backup.handle(at(3), BackupEvent::Verdict(Verdict::Granted(Generation(2))), &mut actions);
-        actions.clear();
+        let (mut backup, mut actions) = (winner(), Vec::new());
         backup.handle(at(4), BackupEvent::Awaited, &mut actions);
         backup.handle(at(5), BackupEvent::CannotServe("QEMU ended".into()), &mut actions);
         assert_eq!(actions, [], "nobody is known to be there who could take it");
@@ -167,12 +173,7 @@ fn a_grant_that_comes_too_late_is_returned() {
 
 #[test]
 fn a_winner_that_hangs_hands_the_vm_back_to_whoever_keeps_it() {
-    let mut backup = Backup::new(Generation(1), Duration::from_millis(100), at(0));
-    let mut actions = Vec::new();
-    backup.handle(at(1), BackupEvent::Staged(Epoch(1)), &mut actions);
-    backup.handle(at(2), BackupEvent::TakeOver, &mut actions);
-    backup.handle(at(3), BackupEvent::Verdict(Verdict::Granted(Generation(2))), &mut actions);
-    actions.clear();
+    let (mut backup, mut actions) = (winner(), Vec::new());
     let mut started = backup.clone();
     for (ms, back) in [(5_003, vec![]), (5_004, vec![BackupAction::HandBack(Generation(2))])] {
         backup.handle(at(ms), BackupEvent::Awaited, &mut actions);

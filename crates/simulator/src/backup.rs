@@ -152,7 +152,6 @@ impl World {
             return;
         }
         match message.header.kind {
-            Kind::Heartbeat => self.backup_event(host, id, BackupEvent::Heard),
             Kind::TakeOver => self.backup_event(host, id, BackupEvent::TakeOver { planned: true }),
             Kind::StandDown => {
                 self.moment(Moment::StandingDown);

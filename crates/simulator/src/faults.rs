@@ -128,12 +128,9 @@ impl World {
 
     /// Where there are several paths, a session's data outlives its connection.
     fn data_breaks(&mut self) {
-        let Some(host) = self.primary_host() else { return };
-        let Some(session) = self.hosts[host.0].running().and_then(|vm| vm.session.as_ref()) else {
-            return;
-        };
-        let id = session.id;
-        self.leave_path(host, id);
+        if let Some((host, id, _)) = self.session_of_now() {
+            self.leave_path(host, id);
+        }
     }
 
     /// Whether this is a primary whose backup follows it, so that either may fail.

@@ -11,14 +11,12 @@ use understudy_session::primary::Event as PrimaryEvent;
 impl World {
     /// A message arrives.
     pub(crate) fn receive(&mut self, host: HostId, id: ConnectionId, message: Message) {
+        if let Some((session, path)) = self.beats_of(host, id) {
+            return self.beats_on(host, session, path, &message);
+        }
         match &self.hosts[host.0].role {
             Role::Primary(running) => {
                 let session = running.session.as_ref();
-                if let Some((session, path)) =
-                    session.and_then(|s| Some((s.id, s.ways.path_of(id)?)))
-                {
-                    return self.beats_on(host, session, path, &message);
-                }
                 if let Some(session) = session.filter(|s| s.data == id) {
                     return self.primary_receives(host, session.id, &message);
                 }
@@ -30,16 +28,21 @@ impl World {
             Role::Backup(standby) if standby.data == id => {
                 return self.backup_receives(host, standby.id, message);
             }
-            Role::Backup(standby) => {
-                if let Some(path) = standby.ways.path_of(id) {
-                    return self.beats_on(host, standby.id, path, &message);
-                }
-            }
             _ => {}
         }
         if message.header.kind == Kind::Hello {
             self.greeted(host, id, &message);
         }
+    }
+
+    /// The session, and the path of it, whose signs of life a connection carries.
+    fn beats_of(&self, host: HostId, id: ConnectionId) -> Option<(SessionId, PathIndex)> {
+        let (session, ways) = match &self.hosts[host.0].role {
+            Role::Primary(running) => running.session.as_ref().map(|it| (it.id, &it.ways))?,
+            Role::Backup(standby) => (standby.id, &standby.ways),
+            Role::Idle | Role::Fenced => return None,
+        };
+        Some((session, ways.path_of(id)?))
     }
 
     /// A sign of life over one of a session's paths.
@@ -84,14 +87,14 @@ impl World {
 
     /// A connection of this host's ended.
     pub(crate) fn connection_ended(&mut self, host: HostId, id: ConnectionId, reason: &str) {
+        if let Some((session, path)) = self.beats_of(host, id) {
+            return self.beats_ended(host, session, path, reason);
+        }
         let reason = reason.to_owned();
         match &self.hosts[host.0].role {
             Role::Primary(running) => {
                 let session = running.session.as_ref();
-                let beats = session.and_then(|s| Some((s.id, s.ways.path_of(id)?)));
-                if let Some((session, path)) = beats {
-                    self.beats_ended(host, session, path, &reason);
-                } else if let Some(session) = session.filter(|s| s.data == id) {
+                if let Some(session) = session.filter(|s| s.data == id) {
                     self.primary_event(host, session.id, PrimaryEvent::PeerGone(reason));
                 } else if running.dialling.is_some_and(|o| o.data == id || o.heartbeat == Some(id))
                 {
@@ -100,11 +103,6 @@ impl World {
             }
             Role::Backup(standby) if standby.data == id => {
                 self.backup_event(host, standby.id, BackupEvent::DataEnded(0, reason));
-            }
-            Role::Backup(standby) => {
-                if let Some(path) = standby.ways.path_of(id) {
-                    self.beats_ended(host, standby.id, path, &reason);
-                }
             }
             _ => {}
         }

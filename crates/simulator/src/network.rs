@@ -386,10 +386,7 @@ impl World {
     /// The connections of the VM's protection just now: data, heartbeat.
     pub(crate) fn session_connections(&self) -> Vec<ConnectionId> {
         let of_role = |role: &Role| match role {
-            Role::Primary(running) => {
-                let of = |session: &Session| [vec![session.data], session.ways.open()].concat();
-                running.session.as_ref().map(of)
-            }
+            Role::Primary(running) => running.session.as_ref().map(Session::connections),
             _ => None,
         };
         self.hosts.iter().find_map(|host| of_role(&host.role)).unwrap_or_default()

@@ -203,7 +203,8 @@ impl World {
         schedule.faults.len() == 1 && hears
     }
 
-    fn session_of_now(&self) -> Option<(HostId, SessionId, HostId)> {
+    /// The session of the VM's primary: its host, its number, its backup's host.
+    pub(crate) fn session_of_now(&self) -> Option<(HostId, SessionId, HostId)> {
         let host = self.primary_host()?;
         let Role::Primary(running) = &self.hosts[host.0].role else { return None };
         let session = running.session.as_ref()?;

@@ -69,6 +69,13 @@ pub struct Session {
     next_beat: Time,
 }
 
+impl Session {
+    /// All its connections, data first.
+    pub(crate) fn connections(&self) -> Vec<ConnectionId> {
+        [vec![self.data], self.ways.open()].concat()
+    }
+}
+
 impl World {
     /// The backup is ready: the first synchronisation begins.
     pub(crate) fn start_session(&mut self, host: HostId) {
@@ -130,7 +137,6 @@ impl World {
                 PrimaryEvent::MayTakeOver(obstacle)
             }
             Kind::Acknowledge => PrimaryEvent::Acknowledged(message.header.epoch),
-            Kind::Heartbeat => PrimaryEvent::Heard,
             Kind::StoodDown => PrimaryEvent::StoodDown(0),
             Kind::Live => PrimaryEvent::LiveElsewhere(Generation(message.header.epoch.0)),
             _ => PrimaryEvent::PeerGone("the backup gave up".to_owned()),
@@ -353,7 +359,7 @@ impl World {
 
     fn hang_up(&mut self, host: HostId, id: SessionId) {
         let Some(session) = self.hosts[host.0].session(id) else { return };
-        for connection in [vec![session.data], session.ways.open()].concat() {
+        for connection in session.connections() {
             self.close(host, connection);
         }
     }

@@ -71,7 +71,7 @@ fn runs(workload: Workload, bed: &Bed<'_>, primary: &Client, count: u32) -> Resu
     let run = |_| run_protected(workload, bed, Scale::Full, primary);
     let mut samples = (0..=count).map(run).collect::<Result<Vec<_>>>()?;
     samples.remove(0);
-    Ok(Measured { workload, unit: workload.unit(), better: workload.better(), samples })
+    Ok(Measured::of(workload, samples))
 }
 
 /// Kills everything on the host that runs the guest, so many times, each time with a backup. The guest is at home again.
@@ -132,8 +132,7 @@ mod tests {
         let lasting = |failovers, workload: Workload, values: &[f64]| {
             let sample = |&value| Sample { value, more: Vec::new() };
             let samples = values.iter().map(sample).collect();
-            let (unit, better) = (workload.unit(), workload.better());
-            Lasting { failovers, measured: Measured { workload, unit, better, samples } }
+            Lasting { failovers, measured: Measured::of(workload, samples) }
         };
         let text = table(&[
             lasting(0, Workload::Web, &[100.0, 90.0, 110.0]),

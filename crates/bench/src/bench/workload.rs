@@ -26,6 +26,13 @@ pub struct Measured {
     pub samples: Vec<Sample>,
 }
 
+impl Measured {
+    /// The figures of a workload's runs.
+    pub(super) fn of(workload: Workload, samples: Vec<Sample>) -> Measured {
+        Measured { workload, unit: workload.unit(), better: workload.better(), samples }
+    }
+}
+
 /// Measures and prints.
 pub fn run(args: &BenchWorkloadArgs, json: bool) -> Result<Exit, Failure> {
     let mut options = patient(scene_options(args.guest.as_deref())?);
@@ -56,8 +63,8 @@ fn measure(scene: &Scene, args: &BenchWorkloadArgs) -> Result<Vec<Measured>> {
     let scale = if args.quick { Scale::Quick } else { Scale::Full };
     let measure = |&workload: &Workload| {
         eprintln!("{}", workload.name());
-        let samples = (0..args.runs).map(|_| run(workload, scale)).collect::<Result<_>>()?;
-        Ok(Measured { workload, unit: workload.unit(), better: workload.better(), samples })
+        let samples = (0..args.runs).map(|_| run(workload, scale)).collect::<Result<Vec<_>>>()?;
+        Ok(Measured::of(workload, samples))
     };
     names.iter().map(measure).collect()
 }

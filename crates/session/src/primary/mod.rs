@@ -8,11 +8,10 @@ mod due;
 mod standing;
 
 pub use due::{Asked, Guests, next_step};
-pub use standing::{FRESH, SICK};
 
 use crate::Place;
 use crate::hand_back::WinnersWord;
-use standing::Standing;
+use standing::{FRESH, Standing};
 use std::ops::Deref;
 use std::time::Duration;
 use understudy_protocol::{

@@ -27,14 +27,14 @@ pub struct Standing {
     heard: Time,
     obstacle: Option<String>,
     sick: Duration,
-    /// When that is lasting next; nothing while it could take over.
-    lasting_at: Option<Time>,
+    /// Time at which an obstacle is lasting next.
+    lasting_at: Time,
 }
 
 impl Standing {
     /// The standing of a backup which has just taken the offer, and whose words count for so long.
     pub fn new(fresh: Duration, now: Time) -> Standing {
-        Standing { fresh, heard: now, obstacle: None, sick: SICK, lasting_at: None }
+        Standing { fresh, heard: now, obstacle: None, sick: SICK, lasting_at: now }
     }
 
     /// The same, of which an obstacle is lasting after so long.
@@ -54,23 +54,20 @@ impl Standing {
         self.heard = now;
         match (before, &self.obstacle) {
             (None, Some(reason)) => {
-                self.lasting_at = Some(now + self.sick);
+                self.lasting_at = now + self.sick;
                 Some(Effect::BackupUnfit(reason.clone()))
             }
-            (Some(_), None) => {
-                self.lasting_at = None;
-                Some(Effect::BackupFit)
-            }
+            (Some(_), None) => Some(Effect::BackupFit),
             _ => None,
         }
     }
 
     /// What the backup has said for long of why it could not take over; once, and again as long after.
     pub fn lasting(&mut self, now: Time) -> Option<String> {
-        let lasts = self.lasting_at.is_some_and(|at| now >= at) && !planted!(KeepTheSick);
-        let reason = self.obstacle.clone().filter(|_| lasts)?;
-        self.lasting_at = Some(now + self.sick);
-        Some(reason)
+        let lasts = now >= self.lasting_at && !planted!(KeepTheSick);
+        let reason = self.obstacle.as_ref().filter(|_| lasts)?;
+        self.lasting_at = now + self.sick;
+        Some(reason.clone())
     }
 
     /// Why the backup could not take over at `now`, if it could not.

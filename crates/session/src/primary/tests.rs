@@ -1,4 +1,4 @@
-use super::standing::LONGEST_REASON;
+use super::standing::{LONGEST_REASON, SICK};
 use super::*;
 
 fn at(ms: u64) -> Time {
