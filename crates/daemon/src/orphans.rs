@@ -109,21 +109,24 @@ impl Orphans {
 
     /// Those of which this daemon cannot read what there is.
     fn unread(&self) -> Vec<VmName> {
-        let orphans = self.0.lock();
-        let unread = orphans.iter().filter(|(_, waiting)| waiting.of == Former::Other);
-        unread.map(|(vm, _)| vm.clone()).collect()
+        self.of(|former| former == Former::Other)
     }
 
     /// Those of which nobody else tells: between two keepers, or left by another version.
     pub fn untold(&self) -> Vec<VmName> {
-        [self.between_keepers(), self.unread()].concat()
+        self.of(|former| former != Former::Daemon)
     }
 
     /// Those between two keepers.
     pub fn between_keepers(&self) -> Vec<VmName> {
+        self.of(|former| former == Former::Keeper)
+    }
+
+    /// Those of such former holders.
+    fn of(&self, is_meant: impl Fn(Former) -> bool) -> Vec<VmName> {
         let orphans = self.0.lock();
-        let between = orphans.iter().filter(|(_, waiting)| waiting.of == Former::Keeper);
-        between.map(|(vm, _)| vm.clone()).collect()
+        let meant = orphans.iter().filter(|(_, waiting)| is_meant(waiting.of));
+        meant.map(|(vm, _)| vm.clone()).collect()
     }
 
     /// A VM is between two keepers from now on.
@@ -150,10 +153,7 @@ impl Orphans {
 
     /// Ends all that the last daemon had; returns when they have ended. What a keeper had is not the daemon's to end.
     pub fn give_up_all(&self) {
-        let of_daemon = |(_, waiting): &(&VmName, &Waiting)| waiting.of == Former::Daemon;
-        let names: Vec<VmName> =
-            self.0.lock().iter().filter(of_daemon).map(|(vm, _)| vm.clone()).collect();
-        for vm in names {
+        for vm in self.of(|former| former == Former::Daemon) {
             self.give_up(&vm);
         }
     }
@@ -255,13 +255,12 @@ impl Host {
 
     fn has_left_custodian(&self, vm: &VmName) -> bool {
         let socket = vm.below(&self.config.state_dir).join(OF_RESTORE);
-        if self.orphans.is_given_up(vm)
-            && let Err(error) = Custody::end(&socket)
-        {
-            warn!(%vm, "its custodian has ended already: {error:#}");
-        }
-        if socket.exists() && !self.orphans.is_given_up(vm) {
+        let given_up = self.orphans.is_given_up(vm);
+        if socket.exists() && !given_up {
             return false;
+        }
+        if given_up && let Err(error) = Custody::end(&socket) {
+            warn!(%vm, "its custodian has ended already: {error:#}");
         }
         let generation = self.record(vm).ok().flatten().map(|record| record.image.generation);
         self.end_dead_restore(vm);

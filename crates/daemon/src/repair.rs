@@ -14,7 +14,7 @@ use std::collections::VecDeque;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
-use tracing::{error, info};
+use tracing::{error, info, warn};
 use understudy_protocol::repair::{Repair, RepairAction, RepairEvent, RepairPhase};
 use understudy_protocol::{HostName, Time, VmName};
 use understudy_qemu::CpuNeeds;
@@ -333,17 +333,17 @@ fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, event: RepairEvent) -> Option
 impl Host {
     /// Has a VM give up its backup, which lives, if the arbiter would let this host go on alone.
     fn give_backup_up(&self, vm: &PrimaryVm, reason: String) {
+        let (Some(arbiter), Some(session)) = (&self.arbiter, vm.active_session()) else { return };
         // What is given up is contested: an arbiter that can only be read would hold the output.
-        let proven = self
-            .arbiter
-            .as_ref()
-            .map(|arbiter| arbiter.prove(vm.name(), &self.config.name, vm.generation()));
-        match (proven, vm.active_session()) {
-            (Some(Ok(())), Some(session)) => {
+        match session.membership().prove(arbiter, &self.config.name) {
+            Ok(()) => {
                 info!(vm = %vm.name(), "its backup is given up: {reason}");
                 session.event(Event::Replace(reason));
             }
-            (proven, _) => info!(vm = %vm.name(), "its backup stays; the arbiter: {proven:?}"),
+            Err(error) => warn!(
+                vm = %vm.name(),
+                "its backup stays ({reason}): the arbiter might not let this host go on without it: {error}"
+            ),
         }
     }
 }

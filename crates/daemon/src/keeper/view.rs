@@ -276,7 +276,6 @@ mod tests {
             ("state/images/cd.iso", "nobody's"),
             ("state/arbiter.id", "id"),
             ("state/db.raw", "its image"),
-            ("arbiter/.identity", "id"),
             ("arbiter/db/1", "own"),
             ("arbiter/shop/1", "another's"),
             ("pki/ca.pem", "public"),
@@ -331,7 +330,8 @@ mod tests {
         let (config, place) = (host(directory.path()), |path: &str| directory.path().join(path));
         in_keeper(&config, || {
             let shown = ["state/db/record.json", "state/arbiter.id", "state/images/cd.iso"];
-            let further = ["arbiter/db/1", "pki/ca.pem", "pki/a.key", "state/db.raw"];
+            let further =
+                ["arbiter/db/1", "arbiter/shop/1", "pki/ca.pem", "pki/a.key", "state/db.raw"];
             for path in shown.iter().chain(&further) {
                 assert!(read(&place(path)).is_ok(), "{path}");
             }

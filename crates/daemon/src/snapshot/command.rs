@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 use tracing::warn;
-use understudy_arbiter::Key;
+use understudy_arbiter::{Arbiter, Key};
 use understudy_cluster::messages::Question;
 use understudy_cluster::messages::{GroupPlaces, RestoreTask};
 use understudy_protocol::Generation;
@@ -271,16 +271,21 @@ fn plan(order: &StartOrder, loads: &[Load], mode: Mode) -> Plan {
     })
 }
 
+/// Number of incarnations of a group that the arbiter has granted.
+fn granted(arbiter: &Arbiter, group: &GroupName) -> Result<u64, HostError> {
+    let current = arbiter.current(Key::Incarnation(group));
+    let current =
+        current.map_err(|error| HostError::new(ErrorKind::Unreachable, error.to_string()))?;
+    Ok(current.map_or(0, |owner| owner.generation.0))
+}
+
 impl Host {
     /// Number of times that the group was restored, by the arbiter's record.
     pub(super) fn incarnation_of(&self, group: &GroupName) -> Result<Incarnation, HostError> {
         let known = self.snapshots.last_incarnation(group);
         let Some(arbiter) = &self.arbiter else { return Ok(known) };
-        let current = arbiter.current(Key::Incarnation(group));
-        let current =
-            current.map_err(|error| HostError::new(ErrorKind::Unreachable, error.to_string()))?;
-        let current = current.map_or(0, |owner| owner.generation.0);
-        Ok(known.max(Incarnation::of(current).ok_or_else(|| worn_out(group))?))
+        let current = Incarnation::of(granted(arbiter, group)?);
+        Ok(known.max(current.ok_or_else(|| worn_out(group))?))
     }
 
     /// An error unless an order is of an incarnation that the arbiter has granted: nobody else's can be counted on from.
@@ -290,15 +295,14 @@ impl Host {
         incarnation: Incarnation,
     ) -> Result<(), HostError> {
         let Some(arbiter) = &self.arbiter else { return Ok(()) };
-        let granted = arbiter.current(Key::Incarnation(group));
-        let granted =
-            granted.map_err(|error| HostError::new(ErrorKind::Unreachable, error.to_string()))?;
-        let granted = granted.map_or(0, |owner| owner.generation.0);
+        let granted = granted(arbiter, group)?;
         if u64::from(incarnation.0) <= granted {
             return Ok(());
         }
         let message = format!(
-            "it is to be restored in incarnation {} of {group}, and the arbiter has granted {granted}",
+            "it is to be restored in incarnation {} of {group}, and the arbiter has granted no more than \
+             {granted}: whoever ordered that has not won it, or asks another arbiter; see that all hosts \
+             use the same one, and order the restore again",
             incarnation.0
         );
         Err(HostError::new(ErrorKind::Conflict, message))

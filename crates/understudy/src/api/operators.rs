@@ -37,7 +37,9 @@ async fn check(
     if !asking.has_only_a_keepers_rights {
         return next.run(request).await;
     }
-    let message = "whoever has no more of root's capabilities than a keeper of a VM is no operator of this host".to_owned();
+    let message = "whoever has no more of root's capabilities than a keeper of a VM is no operator of this host: \
+                   ask from a process that keeps a further one, CAP_SYS_ADMIN say"
+        .to_owned();
     tracing::warn!(asked = %request.uri().path(), "refused on the API's socket: {message}");
     let error = HostError::new(ErrorKind::Refused, message);
     ApiError { status: StatusCode::FORBIDDEN, error }.into_response()

@@ -45,7 +45,10 @@ pub fn run(
     // Where this program lies is not told by its own mounts: below a root that is a directory of the host's, say.
     config.agent = config.agent_path().ok();
     if let View::Whole(why) = view::enter(&config, vm)? {
-        tracing::warn!("it sees the files of all VMs: {why}");
+        tracing::warn!(
+            "it sees the files of all VMs: {why}; the service must let it mount, as the packaged \
+             understudy.service does (RestrictNamespaces, SystemCallFilter, CapabilityBoundingSet)"
+        );
     }
     rights::give_up()?;
     seclude(order.as_ref())?;

@@ -75,20 +75,18 @@ fn watchdog(device: &Path, config: &HostConfig) -> Option<Check> {
 /// What they could do to other processes of this host, and whose files they see.
 fn keepers() -> Check {
     const NAME: &str = "keepers";
+    let seclusion = match seclusion::probe() {
+        Err(error) => return Check::fail(NAME, error.message, "until then no VM starts in one"),
+        Ok(seclusion) => seclusion,
+    };
     if let Err(why) = view::probe() {
         let message = format!("a keeper sees the files of all VMs: {why}");
-        return Check::note(
-            NAME,
-            message,
-            "that takes CAP_SYS_ADMIN, and a host that allows mounts",
-        );
+        let advice = "that takes CAP_SYS_ADMIN, and a host that allows mounts";
+        return Check::note(NAME, message, advice);
     }
-    match seclusion::probe() {
-        Err(error) => Check::fail(NAME, error.message, "until then no VM starts in one"),
-        Ok(seclusion) => match seclusion.remedy() {
-            None => Check::ok(NAME, seclusion.to_string()),
-            Some(remedy) => Check::note(NAME, seclusion.to_string(), remedy),
-        },
+    match seclusion.remedy() {
+        None => Check::ok(NAME, seclusion.to_string()),
+        Some(remedy) => Check::note(NAME, seclusion.to_string(), remedy),
     }
 }
 

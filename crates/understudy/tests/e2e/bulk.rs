@@ -12,7 +12,7 @@ use std::thread;
 use understudy_lab::scene::{ECHO_PORT, VM};
 use understudy_lab::{Scene, connect_patiently, in_namespace, wait_for};
 
-/// The bytes that are sent to the guest and comes back from it, in parts before and behind the
+/// The bytes that are sent to the guest and come back from it, in parts before and behind the
 /// kill.
 const BYTES: usize = 32 << 20;
 const BLOCK: usize = 1 << 20;
