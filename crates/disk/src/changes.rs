@@ -370,9 +370,14 @@ fn listed_bytes(file: &File) -> io::Result<Option<u64>> {
 
 /// Whether this version made the list.
 fn is_stamped(file: &File) -> bool {
+    stamp_in(file).is_ok_and(|stamp| stamp != Some(Stamp::Time))
+}
+
+/// Stamp of the list; none if it is of no kind that this release knows.
+fn stamp_in(file: &File) -> io::Result<Option<Stamp>> {
     let mut stamp = [0; stamp::BYTES];
-    file.read_exact_at(&mut stamp, STAMP_AT).is_ok()
-        && !matches!(Stamp::decode(&stamp), Some(Stamp::Time))
+    file.read_exact_at(&mut stamp, STAMP_AT)?;
+    Ok(Stamp::decode(&stamp))
 }
 
 /// Reason why the map may not tell all changes of the image.
@@ -388,9 +393,7 @@ fn doubt(file: &File, image: &Path, untold: Untold) -> io::Result<Option<String>
         let words = "the host was restarted without an orderly end of the VM";
         return Ok(doubted(words.to_owned()).filter(|_| restarted));
     }
-    let mut stamp = [0; stamp::BYTES];
-    file.read_exact_at(&mut stamp, STAMP_AT)?;
-    let (stamp, in_time) = (Stamp::decode(&stamp), seal == modified_at(image)?);
+    let (stamp, in_time) = (stamp_in(file)?, seal == modified_at(image)?);
     let uncounted = |because: &str| {
         let image = image.display();
         let words = "nothing tells whether the block device";

@@ -228,7 +228,8 @@ fn refuse_overwriting(written: &Written) -> Result<(), HostError> {
 fn exists(path: &Path) -> HostError {
     let path = path.display();
     let message = format!(
-        "{path} exists, and may be in use: name another directory (`--out`, of an authority `--dir`)"
+        "{path} exists, and may be in use: move it away if it is not, or name another directory \
+         (`pki issue --out`, `pki init --dir`)"
     );
     HostError::new(ErrorKind::Conflict, message)
 }

@@ -7,7 +7,6 @@ use rustls::pki_types::CertificateDer;
 use std::fs::{self, File};
 use std::io;
 use std::path::Path;
-use understudy_arbiter::whole_file;
 use understudy_report::error::{ErrorKind, HostError, cannot};
 
 /// A line for each certificate: its number, the second of its end, and whom it names.
@@ -39,9 +38,7 @@ pub(super) fn note(directory: &Path, certificate: &CertificateDer<'_>) -> Result
     let mut known = read(directory)?;
     known.extend(of(&facts));
     let line = |it: &Issued| format!("{} {} {}\n", it.serial, it.not_after, it.name);
-    let path = directory.join(LEDGER);
-    whole_file::replace(&path, &known.iter().map(line).collect::<String>(), 0o644)
-        .map_err(|error| cannot("write", &path, &error))
+    revocation::replace(&directory.join(LEDGER), &known.iter().map(line).collect::<String>())
 }
 
 /// All that was issued for a name, in whatever case.
@@ -63,10 +60,7 @@ fn read(directory: &Path) -> Result<Vec<Issued>, HostError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return seed(directory),
         Err(error) => return Err(cannot("read", &path, &error)),
     };
-    text.lines().map(entry).collect::<Option<_>>().ok_or_else(|| {
-        let message = format!("{} is damaged: a line is NUMBER SECONDS NAME", path.display());
-        HostError::new(ErrorKind::Invalid, message)
-    })
+    revocation::entries(&path, &text, "NUMBER SECONDS NAME", entry)
 }
 
 fn entry(line: &str) -> Option<Issued> {

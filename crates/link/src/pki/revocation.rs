@@ -170,8 +170,20 @@ fn read_index(directory: &Path) -> Result<Vec<(String, u64)>, HostError> {
         unhex(serial)?;
         Some((serial.to_owned(), second.parse().ok()?))
     };
+    entries(&path, &text, "NUMBER SECONDS", entry)
+}
+
+/// The entries of a file of the authority's, each a line of this form.
+pub(super) fn entries<T>(
+    path: &Path,
+    text: &str,
+    form: &str,
+    entry: impl Fn(&str) -> Option<T>,
+) -> Result<Vec<T>, HostError> {
     text.lines().map(entry).collect::<Option<_>>().ok_or_else(|| {
-        let message = format!("{} is damaged: a line is NUMBER SECONDS", path.display());
+        let path = path.display();
+        let message =
+            format!("{path} is damaged: a line is {form}; mend it, or restore it from a copy");
         HostError::new(ErrorKind::Invalid, message)
     })
 }
@@ -203,7 +215,7 @@ fn write_list(directory: &Path, index: &[(String, u64)]) -> Result<Revoked, Host
     Ok(Revoked { list: path, certificates: index.len() })
 }
 
-fn replace(path: &Path, text: &str) -> Result<(), HostError> {
+pub(super) fn replace(path: &Path, text: &str) -> Result<(), HostError> {
     whole_file::replace(path, text, 0o644).map_err(|error| cannot("write", path, &error))
 }
 

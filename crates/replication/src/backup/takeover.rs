@@ -77,6 +77,8 @@ impl Session {
         for (disk, changes) in machine.disks().iter().zip(changes) {
             disk.set_changes(Some(changes));
             disk.seal_changes();
+            // Its end would seal it again, with what somebody has changed by then.
+            disk.set_changes(None);
         }
     }
 
