@@ -14,7 +14,7 @@ use std::io::Write;
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use understudy_lab::scene::VM;
 use understudy_lab::{HostOptions, Namespace, PEER_PORT, Scene, in_namespace, wait_for};
 use understudy_protocol::wire::Kind;
@@ -124,7 +124,10 @@ fn endure(scene: &mut Scene, idle: &[TcpStream], before: [usize; 2]) -> Result<(
     })?;
     scene.await_protected("a", |_| ())?;
     scene.host_mut("a")?.kill_everything()?;
-    scene.await_live("b").map(drop)
+    let died = Instant::now();
+    scene.await_live("b")?;
+    println!("b runs the guest {:.2} s after its host died", died.elapsed().as_secs_f64());
+    Ok(())
 }
 
 fn is_closed(stream: &TcpStream) -> bool {
