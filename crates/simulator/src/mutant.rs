@@ -58,6 +58,30 @@ impl Mutant {
         core.chain(DriverMutant::ALL.map(Mutant::Driver)).collect()
     }
 
+    /// A seed that has shown it, where the first that does is far from 0: it is tried before all others.
+    /// After a change of schedules it may show it no more, which costs nothing but time.
+    pub(crate) fn shown_by(self) -> Option<u64> {
+        use CoreMutant::*;
+        let Mutant::Core(mutant) = self else { return None };
+        Some(match mutant {
+            KeepUnheardGrant => 3728,
+            WinnersWordFirst => 2425,
+            ContestWhenSick => 1907,
+            KeepLateGrant => 1034,
+            KeepTheSick => 897,
+            StayInTheHole => 770,
+            LeaseBesideSession => 666,
+            LostWithOnePath => 620,
+            GiveToTheUnfit => 461,
+            ApplyBehindGap => 418,
+            StayOnTheDead => 380,
+            NothingHangs | ContestUnfit => 373,
+            NeverSuspect => 255,
+            ReturnWhatRan => 251,
+            _ => return None,
+        })
+    }
+
     /// The one that is planted in the core, if it is there.
     pub(crate) fn core(self) -> Option<CoreMutant> {
         match self {

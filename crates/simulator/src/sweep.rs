@@ -55,7 +55,7 @@ pub struct Mutants {
 pub struct Found {
     /// The bug.
     pub mutant: Mutant,
-    /// The first seed that found it; none if no seed did.
+    /// A seed that found it; none if no seed did.
     pub by: Option<Failure>,
 }
 
@@ -83,8 +83,8 @@ impl Report {
 /// Schedules in which a planted bug must show, however few were asked for.
 const ENOUGH: u64 = 10_000;
 
-/// Runs every seed of the range, then plants each bug and runs seeds from the same start
-/// until one finds it. `progress` is called after each schedule.
+/// Runs every seed of the range, then plants each bug and runs seeds of that range, or enough of them from
+/// the same start, until one finds it. `progress` is called after each schedule.
 pub fn simulate(seeds: Range<u64>, progress: impl Fn() + Sync) -> Report {
     let mut report = sweep(seeds.clone(), |seed| Some(Schedule::new(seed)), &progress);
     report.shrunk = report.failures.first().and_then(|first| shrink(first.seed, None));
@@ -144,7 +144,7 @@ fn sweep(
     report
 }
 
-/// The first seed that finds each planted bug.
+/// A seed that finds each planted bug.
 fn search(seeds: &Range<u64>) -> Vec<Found> {
     let (mutants, next) = (Mutant::all(), AtomicUsize::new(0));
     let parts = on_all_processors(|| {
@@ -156,7 +156,9 @@ fn search(seeds: &Range<u64>) -> Vec<Found> {
                 let violation = play(Schedule::new(seed), seed, Some(mutant), false).violation?;
                 Some(Failure { seed, violation })
             };
-            found.push((place, Found { mutant, by: seeds.clone().find_map(fails) }));
+            let known = mutant.shown_by().filter(|seed| seeds.contains(seed));
+            let by = known.into_iter().chain(seeds.clone()).find_map(fails);
+            found.push((place, Found { mutant, by }));
         }
     });
     let mut all: Vec<_> = parts.into_iter().flatten().collect();

@@ -15,7 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Between a record's answer and the next request.
-const REST: Duration = Duration::from_millis(10);
+const REST: Duration = Duration::from_millis(25);
 
 /// Appends records at `server` for ever, and keeps their numbers in `file`.
 pub fn append(server: &str, file: &Path) -> Result<(), String> {

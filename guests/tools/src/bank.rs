@@ -34,7 +34,7 @@ const UNREAD_BYTES: &str = "4194304";
 /// Before a payment over UDP is said again.
 const AGAIN: Duration = Duration::from_millis(50);
 /// Between two bursts, so that a guest on a busy machine keeps up with them.
-const BETWEEN_BURSTS: Duration = Duration::from_millis(10);
+const BETWEEN_BURSTS: Duration = Duration::from_millis(30);
 /// Between two looks whether to pay in bursts.
 const IDLE: Duration = Duration::from_millis(50);
 /// After an error, which may come at once.

@@ -6,7 +6,7 @@
 //!
 //! | request      | answer | |
 //! |--------------|--------|-|
-//! | `once BURST` | `ok` | from now on pays each peer so many times in a row, every 10 ms; 0: no more |
+//! | `once BURST` | `ok` | from now on pays each peer so many times in a row, every 30 ms; 0: no more |
 //! | `ledger`     | JSON | `sent`: the last number by peer (HOST:PORT); `got`, by who paid: `last`, the last number; `holes`, `[first, last]` of numbers that did not come before a later one; `again`, numbers that came when they were not the next |
 
 use std::collections::BTreeMap;

@@ -13,7 +13,7 @@ mod stops;
 mod vm;
 
 use channel::Channel;
-use client::Client;
+use client::{Bulk, Client};
 use replica::Replica;
 use std::process::Command;
 use std::thread;
@@ -25,8 +25,14 @@ use vm::Vm;
 /// Time that anything may take before a test fails.
 const DEADLINE: Duration = Duration::from_secs(240);
 
+/// Time between two looks at what is waited for.
+const GLANCE: Duration = Duration::from_millis(5);
+
 /// Time that what a disk was told may take to arrive there.
 const SETTLED: Duration = Duration::from_secs(60);
+
+/// Pause between two bulks.
+const BETWEEN_BULKS: Duration = Duration::from_millis(100);
 
 /// The copy of the machine; the log's batches follow.
 const MACHINE: Epoch = Epoch(1);
@@ -70,7 +76,7 @@ fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + DEADLINE;
     while !condition() {
         assert!(Instant::now() < deadline, "waited in vain for {what}");
-        thread::sleep(Duration::from_millis(1));
+        thread::sleep(GLANCE);
     }
 }
 
@@ -83,7 +89,7 @@ fn await_backup(what: &str, backup: &Vm, mut condition: impl FnMut() -> bool) {
             deadline = Instant::now() + DEADLINE;
         }
         assert!(Instant::now() < deadline, "waited in vain for {what}");
-        thread::sleep(Duration::from_millis(1));
+        thread::sleep(GLANCE);
     }
 }
 
@@ -150,6 +156,7 @@ fn lasting_disk_differences(primary: &Vm, backup: &Vm) -> Vec<String> {
         if differences.is_empty() || Instant::now() > deadline {
             return differences;
         }
+        thread::sleep(40 * GLANCE);
     }
 }
 
@@ -292,7 +299,7 @@ fn a_backup_follows_byte_by_byte_and_takes_over_an_open_connection() {
         for load in LOADS {
             client::run_in_guest(load);
         }
-        let client = Client::start();
+        let (client, bulk) = (Client::start(), Bulk::start(BETWEEN_BULKS));
         wait_for("some answers", || client.answers() > 50);
 
         let mut backup = Vm::start("b", LogRole::Replay);
@@ -313,7 +320,7 @@ fn a_backup_follows_byte_by_byte_and_takes_over_an_open_connection() {
         take_over(&mut backup, channel);
         let before = client.answers();
         wait_for("answers from the new primary", || client.answers() > before + 200);
-        println!("{}", client.end());
+        println!("{}; {} bytes each way", client.end(), bulk.end());
         assert!(backup.console_since(0).starts_with(&said), "the backup's console differs");
     });
 }

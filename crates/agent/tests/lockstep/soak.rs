@@ -3,33 +3,25 @@
 
 use crate::client::{self, Bulk, Client};
 use crate::vm::Vm;
-use crate::{LOADS, compare, go_on_alone, in_namespace, protect, seconds, wait_for};
+use crate::{BETWEEN_BULKS, LOADS, compare, go_on_alone, in_namespace, protect, seconds, wait_for};
 use std::thread;
 use std::time::{Duration, Instant};
 use understudy_qemu::lockstep::LogRole;
 
-/// Time that a run of `make test` is under load, and one of `make test-long`.
-const SHORT_SECONDS: u64 = 4;
-const LONG_SECONDS: u64 = 60;
-
-const BETWEEN_BULKS: Duration = Duration::from_millis(100);
+/// Time that a run is under load.
+const SECONDS: u64 = 60;
 
 /// Time between two looks at the backup's progress.
 const GLANCE: Duration = Duration::from_millis(50);
 
 #[test]
-fn a_run_ends_with_identical_machines() {
-    soak(1, SHORT_SECONDS);
-}
-
-#[test]
 #[ignore = "long: ten runs of a minute, some ten minutes; `make test-long`"]
 fn ten_runs_of_a_minute_end_with_identical_machines() {
-    soak(10, LONG_SECONDS);
+    soak(10);
 }
 
 /// Disk, processes that come and go, and TCP both ways, `runs` times with fresh machines.
-fn soak(runs: u32, run_seconds: u64) {
+fn soak(runs: u32) {
     for run in 1..=runs {
         in_namespace(move || {
             let mut primary = Vm::start("p", LogRole::Record);
@@ -42,7 +34,7 @@ fn soak(runs: u32, run_seconds: u64) {
 
             let mut backup = Vm::start("b", LogRole::Replay);
             let mut channel = protect(&primary, &mut backup);
-            let until = Instant::now() + seconds("LOCKSTEP_SECONDS", run_seconds);
+            let until = Instant::now() + seconds("LOCKSTEP_SECONDS", SECONDS);
             while Instant::now() < until {
                 thread::sleep(GLANCE);
                 channel.note_progress(&backup);

@@ -45,6 +45,14 @@ struct CardToml {
     bridge: &'static str,
 }
 
+fn linux_arguments(options: &SceneOptions) -> String {
+    let arguments = append(GUEST_ADDRESS, options.cards);
+    match options.kernel_arguments {
+        "" => arguments,
+        further => format!("{arguments} {further}"),
+    }
+}
+
 /// Copies the disks and writes the definition; returns its path.
 pub(super) fn write_definition(lab: &Lab, options: &SceneOptions) -> Result<PathBuf> {
     let linux = options.kind.is_linux();
@@ -61,7 +69,7 @@ pub(super) fn write_definition(lab: &Lab, options: &SceneOptions) -> Result<Path
         initrd: file(INITRD),
         append: match options.kind {
             GuestKind::BootSector | GuestKind::Installed => None,
-            GuestKind::Linux => Some(append(GUEST_ADDRESS, options.cards)),
+            GuestKind::Linux => Some(linux_arguments(options)),
             GuestKind::Bench => Some(bench_guest::append(GUEST_ADDRESS)),
         },
         policy: options.policy,

@@ -28,6 +28,8 @@ pub struct SceneOptions {
     pub daemons: BTreeMap<String, HostOptions>,
     /// The guest.
     pub kind: GuestKind,
+    /// Further arguments of its kernel.
+    pub kernel_arguments: &'static str,
     /// Its memory in MiB.
     pub memory_mib: u32,
     /// Its virtual CPUs.
@@ -61,6 +63,7 @@ impl SceneOptions {
             cables: 0,
             daemons: BTreeMap::new(),
             kind: GuestKind::Linux,
+            kernel_arguments: "",
             memory_mib: 512,
             vcpus: 1,
             disks: 1,

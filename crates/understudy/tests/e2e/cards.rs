@@ -1,6 +1,6 @@
 //! A protected member of a cluster that has two cards: what both say and hear is part of a snapshot.
 
-use crate::cluster::{audit, await_payments};
+use crate::cluster::{PACE_MS, audit, await_payments};
 use crate::snapshot::{json, store};
 use crate::stage::{Calm, LIMIT, await_forgotten, daemon, options, play};
 use anyhow::{Context, Result, ensure};
@@ -55,8 +55,9 @@ fn found(scene: &Scene) -> Result<()> {
     let mut guest = scene.shell()?;
     for network in &NETWORKS {
         let (port, [own, peer]) = (network.port, network.banks());
-        guest.start(&format!("exec guest-tools bank guest {port} {peer}"))?;
-        other.start(&format!("exec guest-tools bank other {port} {own}"))?;
+        guest
+            .start(&format!("BANK_PACE_MS={PACE_MS} exec guest-tools bank guest {port} {peer}"))?;
+        other.start(&format!("BANK_PACE_MS={PACE_MS} exec guest-tools bank other {port} {own}"))?;
     }
     NETWORKS.iter().try_for_each(|network| await_payments(scene, &network.banks()))
 }

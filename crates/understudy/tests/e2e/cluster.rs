@@ -26,9 +26,9 @@ const SHELL_PORT: u16 = 7001;
 const START: i64 = 1_000_000;
 /// Milliseconds between two payments of one to another: some are on their way at any moment, and
 /// three guests leave the processors time for other stories.
-const PACE_MS: u32 = 40;
+pub const PACE_MS: u32 = 80;
 /// Payments of a member that prove that its connections live.
-const PAID: u64 = 40;
+const PAID: u64 = 20;
 const CLUSTER: &str = "[cluster.bank]\nmembers = { bank0 = \"a\", bank1 = \"b\", bank2 = \"a\" }\n";
 
 pub fn with_cluster(mut host: HostOptions) -> HostOptions {
@@ -285,12 +285,12 @@ fn rounds(count: usize, protected: &[usize]) {
 
 #[test]
 fn no_payment_is_lost_or_doubled() {
-    rounds(3, &[]);
+    rounds(2, &[]);
 }
 
 #[test]
 fn no_payment_is_lost_or_doubled_by_a_snapshot_of_protected_members() {
-    rounds(3, &[0, 1]);
+    rounds(2, &[0, 1]);
 }
 
 #[test]

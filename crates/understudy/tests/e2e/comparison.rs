@@ -17,7 +17,7 @@ use understudy_lab::{ChatterClient, Load, Scene, SceneOptions, wait_for};
 const MEBIBYTE: u64 = 1 << 20;
 
 /// Comparisons of a test: samples are taken meanwhile, too.
-const TIMES: usize = 3;
+const TIMES: usize = 2;
 
 /// Memory that a guest at rest does not use.
 const UNUSED_MEMORY: u64 = 150 * MEBIBYTE + 0x123;

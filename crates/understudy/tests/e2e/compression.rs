@@ -14,7 +14,7 @@ use understudy_lab::{GuestShell, RecordClient, Scene, wait_for};
 /// Two files in the guest's memory get the same few bytes in the same place, again
 /// and again: at any moment they differ by one such write at most.
 const TWINS: &str = "i=0; while :; do i=$((i + 1)); o=$((i * 7919 % 4194304)); for f in /a /b; do \
-                     printf %08d $i | dd of=$f bs=1 seek=$o conv=notrunc; done; done";
+                     printf %08d $i | dd of=$f bs=1 seek=$o conv=notrunc; done; sleep 0.02; done";
 const WRITE_BYTES: u64 = 8;
 
 /// Pages that compress badly, pages that change everywhere, pages that change a little.

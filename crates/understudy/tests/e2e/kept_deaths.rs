@@ -237,12 +237,12 @@ fn play_deaths_of_the_backups(deaths: usize) {
 
 #[test]
 fn a_daemon_dies_again_and_again_and_its_protected_guest_does_not_notice() {
-    play_deaths(5);
+    play_deaths(3);
 }
 
 #[test]
 fn a_backups_daemon_dies_again_and_again_and_the_backup_takes_over_without_it() {
-    play_deaths_of_the_backups(5);
+    play_deaths_of_the_backups(3);
 }
 
 #[test]

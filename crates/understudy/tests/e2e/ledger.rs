@@ -15,7 +15,7 @@ use understudy_lab::{LongLine, Scene, SceneOptions, wait_for};
 use understudy_protocol::literal;
 use understudy_snapshot::{Member, SnapshotNumber, Store};
 
-/// Payments in a row, every 10 ms, so that some are on their way at any moment.
+/// Payments in a row, every 30 ms, so that some are on their way at any moment.
 const BURST: u64 = 2;
 /// Milliseconds between two payments of the kind that is repeated, which are beside the point.
 const PACE_MS: u32 = 100;

@@ -15,7 +15,7 @@ use understudy_lab::scene::RECORDS_PORT;
 use understudy_lab::{ChatterClient, HostOptions, Load, Scene, SceneOptions, wait_for};
 
 /// Deaths at each phase.
-const DEATHS: u64 = 5;
+const DEATHS: u64 = 3;
 /// Deaths of one guest's hosts in the long test.
 const MANY_DEATHS: u64 = 50;
 const CONNECTIONS: usize = 4;

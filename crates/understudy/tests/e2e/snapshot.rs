@@ -23,8 +23,8 @@ use understudy_snapshot::{Area, AreaEntry, ChunkId, Store};
 const COUNT: &str = "i=0; while :; do i=$((i+1)); echo $i > /tmp/count.new; \
      mv /tmp/count.new /tmp/count; echo $i > /data/count.new; mv /data/count.new /data/count; sleep 0.02; done";
 /// The command that makes what does not change: a snapshot must have every bit of it.
-const FILL: &str = "dd if=/dev/urandom of=/tmp/fill bs=64k count=300 2>/dev/null; \
-     dd if=/dev/urandom of=/data/fill bs=64k count=80 2>/dev/null; sync; \
+const FILL: &str = "dd if=/dev/urandom of=/tmp/fill bs=64k count=100 2>/dev/null; \
+     dd if=/dev/urandom of=/data/fill bs=64k count=30 2>/dev/null; sync; \
      md5sum /tmp/fill /data/fill";
 const SUMS: &str = "echo 3 > /proc/sys/vm/drop_caches; md5sum /tmp/fill /data/fill";
 

@@ -26,6 +26,10 @@ const LONGEST_TIMEOUT_MS: u32 = 10_000;
 const LONGEST_QEMU_TIMEOUT_MS: u32 = 15_000;
 /// The accelerator of all guests that have no reason for another one (`make test-kvm`).
 const ACCEL: &str = "UNDERSTUDY_ACCEL";
+/// Arguments of the guests' kernel that leave out its hardening, of which no test speaks, and which is a
+/// tenth of what an emulated one costs.
+const UNHARDENED: &str = "mitigations=off init_on_alloc=0 randomize_kstack_offset=off \
+                          hardened_usercopy=off apparmor=0 audit=0 nowatchdog";
 /// A length shorter than any frame with data between hosts, longer than any without.
 pub const HOLE_BYTES: u32 = 600;
 /// Time for anything that a living machine does by itself, on a machine several times slower
@@ -45,6 +49,9 @@ pub fn options() -> SceneOptions {
     );
     let mut options = SceneOptions::new(binary, &guest_files());
     options.accel = std::env::var(ACCEL).ok();
+    if options.accel.is_none() {
+        options.kernel_arguments = UNHARDENED;
+    }
     // On another accelerator the boot is part of what is tried.
     options.booted = cfg!(feature = "fail-points") && options.accel.is_none();
     for host in &options.hosts {

@@ -20,7 +20,7 @@ const NOT_IN_LOCKSTEP: [&str; 2] = ["inbound", "reads"];
 /// The table: names of threads by the group that they are of; `N` is a number.
 fn map() -> Result<BTreeMap<String, BTreeSet<String>>> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/threads.md");
-    let text = fs::read_to_string(path)?;
+    let text = fs::read_to_string(&path)?;
     let (mut map, mut group) = (BTreeMap::<_, BTreeSet<_>>::new(), String::new());
     for row in text.lines().filter(|line| line.starts_with('|')).skip(2) {
         let cells: Vec<&str> = row.split('|').map(str::trim).collect();

@@ -36,7 +36,7 @@ use words::{Words, on_wire};
 const SECONDS: u64 = 5;
 const LONG_SECONDS: u64 = 300;
 /// Processes are started meanwhile.
-const KEEPERS_SECONDS: u64 = 15;
+const KEEPERS_SECONDS: u64 = 8;
 /// The number of those who attack at the same time: one dials host a, the others host b.
 const DIALLERS: u64 = 3;
 /// Messages of one conversation.
