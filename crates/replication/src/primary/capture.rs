@@ -11,7 +11,7 @@ use super::stats::milliseconds;
 use crate::clock;
 use crate::lockstep;
 use crate::lockstep::primary::{Followed, MACHINE};
-use crate::messages::Piece;
+use crate::messages::{Piece, device_state};
 use crate::moments::{pass, stand_still, strike};
 use anyhow::Context;
 use std::sync::Arc;
@@ -24,6 +24,7 @@ use understudy_protocol::{Allowance, Epoch, LastCheckpoint, PAGE_SIZE, PrimaryPh
 use understudy_qemu::lockstep::LogErrand;
 use understudy_qemu::{Monitor, Urgency};
 use understudy_report::{CheckpointTiming, DiskReads};
+use understudy_session::primary::Event;
 
 /// An epoch that wrote at least this many pages gets pre-copy rounds just
 /// before the next pause: the guest then stands still only for what it wrote
@@ -382,6 +383,7 @@ impl<'a> Capturer<'a> {
                 lockstep::primary::begin(self.machine, position)?;
             }
         }
+        self.pad_in_a_test();
         timing.blob_ms = watch.lap();
         if cut != Cut::Last {
             pause.resume()?;
@@ -405,8 +407,29 @@ impl<'a> Capturer<'a> {
         Ok((machine.pause(monitor, errand)?, Vec::new()))
     }
 
+    /// A test makes the device state as large as a guest with many pictures in its graphics card has it:
+    /// QEMU reads nothing behind its end.
+    fn pad_in_a_test(&mut self) {
+        fail::fail_point!("pad-device-state", |mib| {
+            let mib: usize = mib.and_then(|mib| mib.parse().ok()).unwrap_or_default();
+            self.device_state.resize(self.device_state.len() + (mib << 20), 0);
+        });
+    }
+
     fn queue(&mut self, epoch: Epoch, cut: Cut, stopped: Time) {
         let outbox = &self.session.outbox;
+        let state = match device_state(&self.device_state, self.session.version) {
+            Ok(state) => state,
+            // The guest is sound, and runs.
+            Err(error) => {
+                let Session { peer, version, .. } = &**self.session;
+                let reason = format!(
+                    "the state of the VM's devices does not get to host {peer}, which speaks wire \
+                     version {version} and takes it in one message ({error}): upgrade it"
+                );
+                return self.session.event(Event::PeerGone(reason));
+            }
+        };
         match cut {
             Cut::LogBegins if epoch > MACHINE => {
                 outbox.put_now(Outgoing::Piece(epoch, Piece::LogBegins));
@@ -423,8 +446,9 @@ impl<'a> Capturer<'a> {
                 outbox.put_now(Outgoing::Piece(epoch, Piece::Console(piece.to_vec())));
             }
         }
-        let state = self.device_state.clone();
-        outbox.put_now(Outgoing::Piece(epoch, Piece::DeviceState(state)));
+        for piece in state {
+            outbox.put_now(Outgoing::Piece(epoch, piece));
+        }
         if let Some(closing) = self.closing.take() {
             closing.queue(self.session, epoch);
         }
