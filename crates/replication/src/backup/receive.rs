@@ -107,7 +107,7 @@ impl Session {
             }
             Piece::LogBegins => self.expect_log(header.epoch)?,
             Piece::LogEnds(_) => self.expect_end_of_log()?,
-            Piece::Medium(medium) => self.take_medium(medium)?,
+            Piece::Medium(medium) => self.take_medium(header.epoch, medium)?,
             _ => {}
         }
         self.check_may_come(header.kind, header.epoch)?;
