@@ -316,22 +316,27 @@ impl<'a> Capturer<'a> {
     }
 
     fn precopy(&mut self, epoch: Epoch) -> anyhow::Result<u64> {
-        // Where the link is the limit, what is sent twice costs more than a pause.
-        if self.last_pages < PRECOPY_PAGES || self.session.pace.is_limiting() {
+        // A guess, which spares a scan.
+        if self.last_pages < PRECOPY_PAGES || !self.session.pace.may_precopy(0, &[]) {
             return Ok(0);
         }
-        let mut pages = 0;
+        let mut sent = Vec::new();
         for _ in 0..PRECOPY_ROUNDS {
             self.tracker.scan(&mut self.dirty)?;
             let found = self.dirty.pages();
-            pages += found;
+            if !self.session.pace.may_precopy(found, &sent) {
+                // No scan will find them any more.
+                self.carried.append(&self.dirty);
+                break;
+            }
+            sent.push(found);
             self.send_dirty(epoch)?;
             // So few are written in the time of a round that another gains nothing.
             if found < PRECOPY_PAGES {
                 break;
             }
         }
-        Ok(pages)
+        Ok(sent.iter().sum())
     }
 
     /// Pauses the guest and copies while it stands still; gives when it stopped.
@@ -370,7 +375,7 @@ impl<'a> Capturer<'a> {
             pause.saved(&mut self.device_state)?;
         }
         self.tracker.scan(&mut self.dirty)?;
-        self.dirty.append(&self.carried);
+        self.dirty.unite(&self.carried);
         timing.scan_ms = watch.lap();
         capture(self.machine.blocks(), &self.dirty, &mut self.staging)?;
         fail::fail_point!("while-paused");
