@@ -19,6 +19,7 @@ use understudy_link::link::{Link, Next, read_json};
 use understudy_machine::Machine;
 use understudy_protocol::wire::{Kind, WireVersion};
 use understudy_protocol::{DiskIndex, Epoch, PathIndex};
+use understudy_qemu::Vendor;
 use understudy_qemu::definition::DiskFormat;
 
 /// Holds the header of any disk format.
@@ -52,6 +53,7 @@ pub fn offer(
         machine_type: machine.machine_type().to_owned(),
         accelerator: machine.accelerator(),
         tsc: machine.tsc(),
+        vendor: Vendor::seen_here(machine.accelerator()),
         qemu: plan.qemu.clone(),
         qemu_build: machine.qemu_build(),
         mode: plan.mode,
