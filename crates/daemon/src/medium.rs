@@ -160,7 +160,7 @@ impl Host {
                 let map = resync::create(std::slice::from_ref(&medium.disk), directory)?;
                 medium.disk.set_changes(map.into_iter().next());
             }
-            Ok(self.records.change(vm.name(), |record| record.definition.disks[index] = now)?)
+            Ok(self.records.note_medium(vm.name(), medium.disk.index(), now)?)
         };
         note().map_err(|error| failed("the medium is changed, but not noted", &error))
     }

@@ -110,7 +110,9 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
     if let Err(error) = host.capabilities.check_cpu(definition.cpu.as_deref()) {
         return refuse(error.to_string());
     }
-    let cpu = CpuNeeds::of(definition, offer.accelerator).with_tsc(offer.tsc);
+    let cpu = CpuNeeds::of(definition, offer.accelerator)
+        .with_tsc(offer.tsc)
+        .with_vendor(offer.vendor.clone());
     if let Err(error) = host.check_cpu_needs(&cpu) {
         return refuse(error.to_string());
     }

@@ -17,7 +17,7 @@ use std::time::Duration;
 use tracing::{error, info, warn};
 use understudy_protocol::repair::{Repair, RepairAction, RepairEvent, RepairPhase};
 use understudy_protocol::{HostName, Time, VmName};
-use understudy_qemu::CpuNeeds;
+use understudy_qemu::{CpuNeeds, Vendor};
 use understudy_replication::clock;
 use understudy_replication::membership::GroupMembers;
 use understudy_replication::moments::strike;
@@ -353,7 +353,9 @@ impl Host {
 fn needs(host: &Host, vm: &PrimaryVm) -> Needs {
     let machine = vm.machine();
     let definition = machine.definition();
-    let cpu = CpuNeeds::of(definition, machine.accelerator()).with_tsc(machine.tsc());
+    let cpu = CpuNeeds::of(definition, machine.accelerator())
+        .with_tsc(machine.tsc())
+        .with_vendor(Vendor::seen_here(machine.accelerator()));
     let mut needs =
         Needs { memory: definition.memory.bytes(), cpu, cards: definition.cards.clone() };
     for fellow in host.wanted_fellows(vm) {

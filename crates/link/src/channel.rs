@@ -230,11 +230,11 @@ impl Channel {
         if self.is_single() {
             let writing = lock(&self.writing);
             let link = writing.as_ref().ok_or(io::ErrorKind::NotConnected)?;
-            let header = Header::for_payload(kind, epoch, parts);
+            let header = Header::for_payload(kind, epoch, parts).map_err(io::Error::other)?;
             return link.send_with(&header, parts, next).map(|()| header);
         }
-        let message = Arc::new(Message::new(kind, epoch, parts.concat()));
-        let header = message.header;
+        let header = Header::for_payload(kind, epoch, parts).map_err(io::Error::other)?;
+        let message = Arc::new(Message { header, payload: parts.concat() });
         self.wait_for_room()?;
         let mut writing = lock(&self.writing);
         self.state.lock().sent.push(message.clone(), bytes_of(&header));

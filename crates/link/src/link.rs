@@ -211,6 +211,7 @@ impl Link {
     /// was sealed and not sent, would make nonsense of the next.
     pub fn send_parts(&self, kind: Kind, epoch: Epoch, parts: &[&[u8]]) -> io::Result<Header> {
         let header = Header::for_payload(kind, epoch, parts);
+        let header = header.inspect_err(|_| self.close()).map_err(io::Error::other)?;
         self.send_with(&header, parts, Next::Unknown)?;
         Ok(header)
     }
@@ -381,7 +382,7 @@ mod tests {
         let peer = Link::accepted(listener.accept().unwrap().0, None).unwrap();
         let epoch = || peer.receive().unwrap().header.epoch;
         let send_before_another = |epoch, parts: &[&[u8]]| {
-            let header = Header::for_payload(Kind::Pages, epoch, parts);
+            let header = Header::for_payload(Kind::Pages, epoch, parts).unwrap();
             link.send_with(&header, parts, Next::Message).unwrap();
         };
         send_before_another(Epoch(1), &[b"page"]);
@@ -397,7 +398,7 @@ mod tests {
         let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let link = Link::accepted(listener.accept().unwrap().0, None).unwrap();
         link.never_wait().unwrap();
-        let header = Header::for_payload(Kind::File, Epoch(7), &[b"content"]);
+        let header = Header::for_payload(Kind::File, Epoch(7), &[b"content"]).unwrap();
         let (bytes, mut partial) = ([&header.encode()[..], b"content"].concat(), Vec::new());
         assert_eq!(link.receive_arrived(&mut partial).unwrap(), None);
         let mut next = || loop {

@@ -4,7 +4,7 @@ use crate::Machine;
 use crate::tracking::{LogTracker, Tracker};
 use anyhow::bail;
 use std::sync::Arc;
-use tracing::warn;
+use tracing::{info, warn};
 use understudy_memory::{CaptureRequest, Cut, DirtySet, DirtyTracker, Guard, Reprotect, Sample};
 use understudy_protocol::PageIndex;
 use understudy_qemu::Accelerator;
@@ -53,6 +53,10 @@ impl Machine {
         let name = &self.definition().name;
         match (self.accelerator(), self.pauser.agent()) {
             (Accelerator::Tcg, _) => {}
+            (Accelerator::Kvm, _) if self.definition().has_ahci_drives() => {
+                info!(vm = %name, "written pages are found by scans, which cost a guest on KVM more: \
+                      QEMU's log does not have what its AHCI controller writes");
+            }
             (Accelerator::Kvm, None) => {
                 warn!(vm = %name, "written pages are found by scans, which cost a guest on KVM \
                       more: pauses go through QMP");

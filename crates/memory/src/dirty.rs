@@ -49,6 +49,23 @@ impl DirtySet {
         self.pages += other.pages;
     }
 
+    /// Adds all pages of `other`, and leaves each page in it once.
+    pub fn unite(&mut self, other: &DirtySet) {
+        if other.is_empty() {
+            return;
+        }
+        self.runs.extend_from_slice(&other.runs);
+        self.runs.sort_unstable_by_key(|run| (run.block.0, run.first.0));
+        self.runs.dedup_by(|next, last| {
+            let joins = next.block == last.block && next.first.0 <= last.first.0 + last.count;
+            if joins {
+                last.count = last.count.max(next.first.0 + next.count - last.first.0);
+            }
+            joins
+        });
+        self.pages = self.runs.iter().map(|run| run.count).sum();
+    }
+
     /// Empties the set; its memory is kept.
     pub fn clear(&mut self) {
         self.runs.clear();
@@ -93,6 +110,21 @@ mod tests {
         set.push(run(1, 6, 1));
         assert_eq!(set.runs(), [run(0, 1, 3), run(1, 4, 1), run(1, 6, 1)]);
         assert_eq!(set.pages(), 5);
+    }
+
+    #[test]
+    fn united_sets_have_each_page_once() {
+        let of = |runs: &[PageRun]| {
+            let mut set = DirtySet::new();
+            runs.iter().for_each(|run| set.push(*run));
+            set
+        };
+        let mut set = of(&[run(0, 30, 5), run(0, 1, 4), run(1, 7, 1)]);
+        set.unite(&of(&[]));
+        assert_eq!(set.runs(), [run(0, 30, 5), run(0, 1, 4), run(1, 7, 1)], "as it was");
+        set.unite(&of(&[run(1, 6, 1), run(0, 2, 1), run(0, 5, 2), run(0, 33, 9), run(0, 32, 1)]));
+        assert_eq!(set.runs(), [run(0, 1, 6), run(0, 30, 12), run(1, 6, 2)]);
+        assert_eq!(set.pages(), 20);
     }
 
     #[test]

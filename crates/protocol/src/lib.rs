@@ -72,7 +72,7 @@ pub use silence::{DISK_BOUND, Silence};
 pub use spoken::Spoken;
 pub use staging::{EpochDigest, EpochEnd, EpochSums, StagedEpoch, Staging};
 pub use stillness::{PeerClock, Stillness};
-pub use throttle::Throttle;
+pub use throttle::{MOST_PRECOPIED_PAGES, Throttle};
 pub use time::Time;
 pub use units::*;
 pub use window::{Count, ReceiveWindow, SendWindow, WrongCount};

@@ -31,6 +31,10 @@ const FASTER: f64 = 1.25;
 /// The share of its processors that a guest always keeps.
 const LEAST_SHARE: f64 = 0.02;
 
+/// The most pages of an epoch that are sent before its pause: what a backup has room for beside
+/// all of the guest's memory, which the pause may add.
+pub const MOST_PRECOPIED_PAGES: u64 = 64 << 10;
+
 /// Measures the link, and decides when an epoch is cut short and how fast the guest may run.
 #[derive(Clone, Debug)]
 pub struct Throttle {
@@ -147,6 +151,17 @@ impl Throttle {
         }
         self.cut_short += u64::from(too_much);
         too_much
+    }
+
+    /// Whether the pages that a round has found may be sent while the guest runs, after rounds that
+    /// sent so many: each must be sent within the target time and find fewer than the one before.
+    /// Else the guest writes as much again meanwhile, and all is sent twice.
+    pub fn may_precopy(&self, found: u64, before: &[u64]) -> bool {
+        let in_time = self.transfer_time(found).is_some_and(|time| time <= self.target);
+        let converges = before.last().is_none_or(|last| found < *last);
+        let fits = before.iter().sum::<u64>() + found <= MOST_PRECOPIED_PAGES;
+        // Where the link is the limit, what is sent twice costs more than a pause.
+        !self.is_limiting() && in_time && converges && fits
     }
 
     /// The part of its processors that the guest may use, 0.02 to 1.
@@ -294,6 +309,38 @@ mod tests {
             throttle.committed(Epoch(2 + epochs), at(1010 + 100 * epochs));
         }
         assert!(epochs < 20, "{epochs}");
+    }
+
+    #[test]
+    fn nothing_is_sent_before_the_pause_that_is_written_again_meanwhile() {
+        assert!(!Throttle::new(TARGET).may_precopy(1, &[]), "the link is not known");
+        let mut throttle = slow_link();
+        assert!(throttle.may_precopy(600, &[]));
+        assert!(!throttle.may_precopy(601, &[]), "it takes longer than an epoch may");
+        assert!(throttle.may_precopy(400, &[600, 500]));
+        assert!(!throttle.may_precopy(500, &[600, 500]), "no fewer than before");
+        throttle.captured(Epoch(2), 2_000, at(1000));
+        assert!(throttle.is_limiting() && !throttle.may_precopy(1, &[]));
+    }
+
+    /// A guest that writes all of its memory in no time, over whatever link: its epochs were as large as its memory,
+    /// once for each round and once for the pause, and the backup refused them.
+    #[test]
+    fn an_epoch_is_never_much_larger_than_what_the_pause_finds() {
+        let mut throttle = Throttle::new(TARGET);
+        throttle.captured(Epoch(1), 1 << 30, at(0));
+        throttle.committed(Epoch(1), at(1));
+        for first in [1, 1 << 10, MOST_PRECOPIED_PAGES, MOST_PRECOPIED_PAGES + 1, 1 << 24] {
+            for left in [first, first - first / 8, first / 2] {
+                let (mut sent, mut found) = (Vec::new(), first);
+                while found > 0 && throttle.may_precopy(found, &sent) {
+                    sent.push(found);
+                    found = found * left / first;
+                }
+                assert!(sent.iter().sum::<u64>() <= MOST_PRECOPIED_PAGES, "{sent:?}");
+                assert!(left < first || sent.len() <= 1, "{sent:?}");
+            }
+        }
     }
 
     /// A guest that writes at a fixed rate per share settles where the link can follow.

@@ -13,7 +13,9 @@ pub use disk::{DiskRange, DiskWrite};
 pub use kind::Kind;
 use std::borrow::Cow;
 use std::fmt;
-pub use version::{FIRST_NEGOTIATED, LEAST_WIRE_VERSION, SPOKEN, WIRE_VERSION, WireVersion};
+pub use version::{
+    FIRST_NEGOTIATED, FIRST_WITH_STATE_PARTS, LEAST_WIRE_VERSION, SPOKEN, WIRE_VERSION, WireVersion,
+};
 
 /// Bytes of a message header.
 pub const HEADER_BYTES: usize = 24;
@@ -84,12 +86,17 @@ pub struct Header {
 
 impl Header {
     /// The header for a payload made of `parts`, in order.
-    pub fn for_payload(kind: Kind, epoch: Epoch, parts: &[&[u8]]) -> Header {
+    ///
+    /// # Errors
+    /// [`WireError::TooLarge`]: nobody would take it.
+    pub fn for_payload(kind: Kind, epoch: Epoch, parts: &[&[u8]]) -> Result<Header, WireError> {
         let length = parts.iter().map(|part| part.len()).sum();
-        assert!(length <= MAX_PAYLOAD, "messages are made no larger than MAX_PAYLOAD");
+        if length > MAX_PAYLOAD {
+            return Err(WireError::TooLarge(length));
+        }
         let mut header = Header { kind, length, epoch, checksum: 0 };
         header.checksum = header.checksum_over(parts);
-        header
+        Ok(header)
     }
 
     /// The header's bytes.
@@ -195,9 +202,11 @@ impl fmt::Debug for Message {
 }
 
 impl Message {
-    /// A message of `kind` with this payload.
+    /// A message of `kind` with a payload that is known to be small; of any other
+    /// [`Header::for_payload`] is asked.
     pub fn new(kind: Kind, epoch: Epoch, payload: Vec<u8>) -> Message {
-        Message { header: Header::for_payload(kind, epoch, &[&payload]), payload }
+        let header = Header::for_payload(kind, epoch, &[&payload]);
+        Message { header: header.expect("it is small"), payload }
     }
 
     /// The error of a message that is not what its kind says.
@@ -277,6 +286,16 @@ mod tests {
             payload[at] ^= 1;
             assert!(message.header.check(&payload).is_err(), "byte {at} of the payload");
         }
+    }
+
+    // It was a panic of the thread that sends.
+    #[test]
+    fn what_is_too_large_for_a_message_is_an_error() {
+        let half = vec![7; MAX_PAYLOAD / 2];
+        let header = |parts: &[&[u8]]| Header::for_payload(Kind::Pages, Epoch(1), parts);
+        assert_eq!(header(&[&half, &half]).unwrap().length, MAX_PAYLOAD);
+        let too_large = header(&[&half, &half, &[7]]);
+        assert_eq!(too_large, Err(WireError::TooLarge(MAX_PAYLOAD + 1)));
     }
 
     #[test]

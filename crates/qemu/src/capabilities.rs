@@ -3,7 +3,7 @@
 use crate::definition::AcceleratorChoice;
 use crate::kvm::{Kvm, Obstacle};
 use crate::process::{Launch, LaunchError, Qemu};
-use crate::processor::{CpuNeeds, KvmProcessor, nesting};
+use crate::processor::{CpuNeeds, KvmProcessor, Vendor, nesting, of_the_host};
 use crate::qmp::{Connection, QemuVersion, QmpError};
 use crate::release::{Release, StateLayout};
 use crate::tsc::{HostTsc, TscRate};
@@ -159,6 +159,28 @@ pub enum CapabilityError {
         /// The flag that lets it.
         flag: String,
     },
+    /// The guest would be given what each host has otherwise.
+    #[error(
+        "cpu: {property} takes what each host's own processor has, and the backup must have the same: \
+         remove it from \"{model}\""
+    )]
+    OfTheHost {
+        /// The guest's model.
+        model: String,
+        /// The property.
+        property: &'static str,
+    },
+    /// The guest would see a processor of another maker.
+    #[error(
+        "cpu: the guest runs on a processor of {wanted}, and would see one of {own} here: take a host \
+         with a processor of the same maker"
+    )]
+    OtherVendor {
+        /// The maker that it has seen.
+        wanted: Vendor,
+        /// The maker of this host's processor.
+        own: String,
+    },
     /// The guest's clocks would go wrong here.
     #[error(
         "cpu: the guest's time stamp counter runs at {wanted}, this host's at {own}, and its processor \
@@ -256,6 +278,14 @@ impl Capabilities {
         };
         if let Some(flag) = nesting(model) {
             return Err(CapabilityError::Nesting { model: model.clone(), flag: flag.to_owned() });
+        }
+        if let Some(property) = of_the_host(model) {
+            return Err(CapabilityError::OfTheHost { model: model.clone(), property });
+        }
+        let own = Vendor::of_this_machine();
+        if let Some(wanted) = needs.other_vendor(own.as_ref()).cloned() {
+            let own = own.map_or_else(|| "an unknown maker".to_owned(), String::from);
+            return Err(CapabilityError::OtherVendor { wanted, own });
         }
         let missing = self.processor.as_ref().map(|processor| processor.missing(needs));
         match missing.unwrap_or_default() {

@@ -69,7 +69,10 @@ fn the_transports_are_known_by_their_members() {
 /// QEMU says no more than a line in its log, and the guest's clocks go wrong.
 #[test]
 fn a_guest_with_another_time_stamp_counter_is_refused() {
-    let needs = |accelerator, rate| CpuNeeds { accelerator, model: None, tsc: Some(TscRate(rate)) };
+    let needs = |accelerator, rate| {
+        let tsc = Some(TscRate(rate));
+        CpuNeeds { accelerator, model: None, tsc, vendor: None }
+    };
     Capabilities::check_tsc(&needs(Accelerator::Tcg, 1)).unwrap();
     let refused = Capabilities::check_tsc(&needs(Accelerator::Kvm, 1));
     match HostTsc::of_this_machine() {
@@ -81,4 +84,24 @@ fn a_guest_with_another_time_stamp_counter_is_refused() {
             Capabilities::check_tsc(&needs(Accelerator::Kvm, host.rate.0)).unwrap();
         }
     }
+}
+
+/// Its kernel has patched itself for the maker that it found when it booted.
+#[test]
+fn a_guest_from_a_processor_of_another_maker_is_refused() {
+    let qemu = answers((10, 0), true).judge(Path::new("qemu")).unwrap();
+    let check = |accelerator, model: &str, vendor: &str| {
+        let (model, vendor) = (Some(model.to_owned()), vendor.to_owned().try_into().ok());
+        let needs = CpuNeeds { accelerator, model, tsc: None, vendor };
+        qemu.check_processor(&needs).map_err(|error| error.to_string())
+    };
+    let words = check(Accelerator::Kvm, "Haswell", "CentaurHauls").unwrap_err();
+    assert!(words.contains("CentaurHauls") && words.contains("same maker"), "{words}");
+    check(Accelerator::Tcg, "Haswell", "CentaurHauls").unwrap();
+    check(Accelerator::Kvm, "Haswell,vendor=CentaurHauls", "CentaurHauls").unwrap();
+    check(Accelerator::Kvm, "Haswell", "none: a host of an older version").unwrap();
+    let own = Vendor::of_this_machine().expect("the processor has a maker");
+    check(Accelerator::Kvm, "Haswell", &String::from(own)).unwrap();
+    let words = check(Accelerator::Kvm, "Haswell,pmu=on", "CentaurHauls").unwrap_err();
+    assert!(words.contains("pmu") && words.contains("remove it"), "{words}");
 }

@@ -195,6 +195,15 @@ impl VmDefinition {
         self.disks.iter().any(|disk| disk.format == DiskFormat::Qcow2 && !disk.cdrom)
     }
 
+    /// Whether a drive is on an AHCI controller. QEMU's has the memory in which it tells its guest of ends mapped as
+    /// long as a port runs, writes there by itself, and marks the pages as written when the port stops, not before.
+    pub fn has_ahci_drives(&self) -> bool {
+        let buses = self.disks.iter().map(|disk| disk.bus);
+        let mut buses = buses.chain(self.empty_cdroms.iter().map(|drive| drive.bus));
+        // On q35 the IDE controller is one.
+        buses.any(|bus| bus == DiskBus::Sata || bus == DiskBus::Ide && self.is_q35())
+    }
+
     /// A VM with what every one must have, and nothing else but a console: not even a disk.
     pub fn new(name: VmName, memory: MemorySize, vcpus: u32) -> VmDefinition {
         VmDefinition {

@@ -255,3 +255,27 @@ fn too_many_devices_are_refused() {
     vm.disks.push(disk(12, DiskBus::Virtio));
     assert!(vm.validate()[0].message.contains("room for 12"));
 }
+
+#[test]
+fn drives_on_ahci_are_those_of_q35_and_of_a_controller_of_their_own() {
+    let of = |machine: &str, bus: &str, list: &str| -> VmDefinition {
+        let drive = match list {
+            "disk" => format!("[[disk]]\npath = 'a.raw'\nformat = 'raw'\nbus = '{bus}'"),
+            _ => format!("[[empty_cdrom]]\nbus = '{bus}'"),
+        };
+        let machine =
+            format!("name = 'a'\nmemory = '64M'\nvcpus = 1\nmachine = '{machine}'\n{drive}");
+        toml::from_str(&machine).unwrap()
+    };
+    for list in ["disk", "empty_cdrom"] {
+        for (machine, bus, ahci) in [
+            ("q35", "ide", true),
+            ("pc-q35-10.0", "sata", true),
+            ("pc", "ide", false),
+            ("pc", "sata", true),
+            ("q35", "scsi", false),
+        ] {
+            assert_eq!(of(machine, bus, list).has_ahci_drives(), ahci, "{list}: {machine}, {bus}");
+        }
+    }
+}

@@ -50,7 +50,7 @@ pub use installed::Installed;
 pub use kvm::{Kvm, Obstacle};
 pub use pause::AgentPauser;
 pub use process::Qemu;
-pub use processor::CpuNeeds;
+pub use processor::{CpuNeeds, Vendor};
 pub use qmp::Monitor;
 pub use release::Release;
 pub use urgency::Urgency;

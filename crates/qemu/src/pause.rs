@@ -31,9 +31,6 @@ pub(crate) const GLANCE: Duration = Duration::from_millis(20);
 /// The first thing that the agent is to do.
 const STOP: &str = "stop the guest";
 
-/// A device state is some 30 KiB; what says that it is larger than this is no sane QEMU.
-const MOST_STATE_BYTES: u64 = 64 << 20;
-
 /// The reason why a pause through the agent failed. QEMU is of no more use.
 #[derive(Debug, thiserror::Error)]
 pub enum PauseError {
@@ -338,8 +335,8 @@ impl<'p> AgentPause<'p> {
             other => return Err(unexpected(other, WHAT)),
         }
         match self.pauser.page.device_state_bytes.load(Ordering::Relaxed) {
-            bytes @ 1..=MOST_STATE_BYTES => Ok(bytes),
-            _ => Err(PauseError::NotSaved),
+            0 => Err(PauseError::NotSaved),
+            bytes => Ok(bytes),
         }
     }
 

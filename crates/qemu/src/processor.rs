@@ -13,6 +13,7 @@ use qapi::qmp::{
 };
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
+use std::{fmt, fs};
 
 /// The model of a guest on KVM whose definition names none: what every server processor since
 /// 2011 has (x86-64-v2 with AES). QEMU's own default, `qemu64`, has neither SSE 4 nor AES. Without
@@ -21,6 +22,12 @@ pub const KVM_BASELINE: &str = "Westmere,vme=off";
 
 /// Features that let a guest run guests of its own.
 const NESTED: [&str; 2] = ["vmx", "svm"];
+
+/// Properties of a model that take from each host's own processor what it has.
+const OF_THE_HOST: [&str; 4] = ["host-cache-info", "host-phys-bits", "hv-passthrough", "pmu"];
+
+/// Bytes of the name that a processor gives of its maker.
+const MOST_VENDOR_BYTES: usize = 12;
 
 /// The needs of a guest of a host's processor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,18 +39,83 @@ pub struct CpuNeeds {
     /// The rate of its time stamp counter, once it has run; none on TCG.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tsc: Option<TscRate>,
+    /// The maker of its processor, once it has run; none on TCG, and of older hosts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vendor: Option<Vendor>,
 }
 
 impl CpuNeeds {
     /// The needs of a definition's guest on this accelerator.
     pub fn of(definition: &VmDefinition, accelerator: Accelerator) -> CpuNeeds {
         let model = cpu_model(definition, accelerator).map(str::to_owned);
-        CpuNeeds { accelerator, model, tsc: None }
+        CpuNeeds { accelerator, model, tsc: None, vendor: None }
     }
 
     /// The same of a guest that has run with a counter of this rate.
     pub fn with_tsc(self, tsc: Option<TscRate>) -> CpuNeeds {
         CpuNeeds { tsc, ..self }
+    }
+
+    /// The same of a guest that has run on a processor of this maker.
+    pub fn with_vendor(self, vendor: Option<Vendor>) -> CpuNeeds {
+        CpuNeeds { vendor, ..self }
+    }
+
+    /// The maker that this guest has seen and a host with a processor of `own` does not show; none
+    /// if the model itself names one.
+    pub(crate) fn other_vendor(&self, own: Option<&Vendor>) -> Option<&Vendor> {
+        let model = self.model.as_deref().filter(|_| self.accelerator == Accelerator::Kvm)?;
+        let is_named = model.split(',').any(|flag| flag.trim().starts_with("vendor="));
+        self.vendor.as_ref().filter(|seen| !is_named && own != Some(*seen))
+    }
+}
+
+/// The maker of a processor, by the name that it gives (`GenuineIntel`). On KVM a guest sees the
+/// host's, whatever its model.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Vendor(String);
+
+impl Vendor {
+    /// The maker of the processor that a guest sees which runs here; none on TCG, where QEMU's model has one.
+    pub fn seen_here(accelerator: Accelerator) -> Option<Vendor> {
+        match accelerator {
+            Accelerator::Kvm => Vendor::of_this_machine(),
+            Accelerator::Tcg => None,
+        }
+    }
+
+    pub(crate) fn of_this_machine() -> Option<Vendor> {
+        Vendor::in_cpuinfo(&fs::read_to_string("/proc/cpuinfo").ok()?)
+    }
+
+    fn in_cpuinfo(cpuinfo: &str) -> Option<Vendor> {
+        let line = cpuinfo.lines().find(|line| line.starts_with("vendor_id"))?;
+        Vendor::try_from(line.split_once(':')?.1.trim().to_owned()).ok()
+    }
+}
+
+impl TryFrom<String> for Vendor {
+    type Error = String;
+
+    fn try_from(name: String) -> Result<Vendor, String> {
+        let is_plain = |byte: u8| byte.is_ascii_graphic() || byte == b' ';
+        match (1..=MOST_VENDOR_BYTES).contains(&name.len()) && name.bytes().all(is_plain) {
+            true => Ok(Vendor(name)),
+            false => Err(format!("{name:?} is no maker of processors")),
+        }
+    }
+}
+
+impl From<Vendor> for String {
+    fn from(vendor: Vendor) -> String {
+        vendor.0
+    }
+}
+
+impl fmt::Display for Vendor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
     }
 }
 
@@ -59,6 +131,12 @@ pub fn cpu_model(definition: &VmDefinition, accelerator: Accelerator) -> Option<
 /// The flag of a model by which the guest could run guests of its own.
 pub fn nesting(model: &str) -> Option<&str> {
     flags(model).find(|(flag, on)| *on && NESTED.contains(flag)).map(|(flag, _)| flag)
+}
+
+/// The property of a model that would mean something else on every host.
+pub fn of_the_host(model: &str) -> Option<&'static str> {
+    let on = flags(model).filter(|(_, on)| *on).map(|(flag, _)| flag.replace('_', "-"));
+    on.filter_map(|flag| OF_THE_HOST.into_iter().find(|other| *other == flag)).next()
 }
 
 /// The features that KVM offers of this host's processor.
@@ -150,7 +228,7 @@ mod tests {
 
     fn missing(model: &str) -> Vec<String> {
         let (accelerator, model) = (Accelerator::Kvm, Some(model.to_owned()));
-        processor().missing(&CpuNeeds { accelerator, model, tsc: None })
+        processor().missing(&CpuNeeds { accelerator, model, tsc: None, vendor: None })
     }
 
     #[test]
@@ -179,5 +257,22 @@ mod tests {
         assert_eq!(nesting("EPYC,+svm"), Some("svm"));
         assert_eq!(nesting("Haswell,vmx=on"), Some("vmx"));
         assert_eq!(nesting("EPYC,-svm"), None);
+    }
+
+    #[test]
+    fn no_guest_on_kvm_gets_what_each_host_has_otherwise() {
+        assert_eq!(of_the_host("Haswell,pmu=on"), Some("pmu"));
+        assert_eq!(of_the_host("Haswell,-rtm,+host_phys_bits"), Some("host-phys-bits"));
+        assert_eq!(of_the_host("Haswell,pmu=off,phys-bits=40"), None);
+    }
+
+    #[test]
+    fn the_maker_is_what_the_processor_says() {
+        let cpuinfo = "processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel name\t: x\n";
+        assert_eq!(Vendor::in_cpuinfo(cpuinfo), Vendor::try_from("AuthenticAMD".to_owned()).ok());
+        assert_eq!(Vendor::in_cpuinfo("processor\t: 0\n"), None);
+        for wrong in ["", "ThirteenBytes", "new\nline"] {
+            assert!(Vendor::try_from(wrong.to_owned()).is_err(), "{wrong:?}");
+        }
     }
 }

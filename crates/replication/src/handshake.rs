@@ -19,7 +19,7 @@ use understudy_protocol::{Count, DiskIndex, Generation, PathIndex};
 use understudy_protocol::{GroupName, HostName, Spoken, VmName};
 use understudy_qemu::definition::{CardDefinition, ForeignDefinition};
 use understudy_qemu::tsc::TscRate;
-use understudy_qemu::{Accelerator, ClockBase, CpuNeeds, Release};
+use understudy_qemu::{Accelerator, ClockBase, CpuNeeds, Release, Vendor};
 use understudy_report::{DiskReads, Mode, ProtectRequest};
 
 /// Time that a connection to a peer may take.
@@ -158,6 +158,9 @@ pub struct Offer {
     /// The rate of the guest's time stamp counter, on KVM.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tsc: Option<TscRate>,
+    /// The maker of the processor that the guest sees, on KVM.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vendor: Option<Vendor>,
     /// The primary's QEMU.
     #[serde(flatten)]
     pub qemu: Release,

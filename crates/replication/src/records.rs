@@ -21,8 +21,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use understudy_protocol::Generation;
 use understudy_protocol::validity::{ImageRecord, ImageRole};
-use understudy_protocol::{HostName, VmName};
+use understudy_protocol::{DiskIndex, HostName, VmName};
 use understudy_qemu::VmDefinition;
+use understudy_qemu::definition::DiskDefinition;
 use understudy_report::ProtectRequest;
 use understudy_threads::Common;
 
@@ -174,6 +175,22 @@ impl Records {
         let _changing = self.changing.lock();
         let Some(mut record) = self.read(vm)? else { return Ok(()) };
         change(&mut record);
+        self.replace(&record)
+    }
+
+    /// Notes the medium that a drive has from now on, if there is a record. An error if the VM on
+    /// record has no such drive.
+    pub fn note_medium(
+        &self,
+        vm: &VmName,
+        drive: DiskIndex,
+        now: DiskDefinition,
+    ) -> io::Result<()> {
+        let _changing = self.changing.lock();
+        let Some(mut record) = self.read(vm)? else { return Ok(()) };
+        let noted = record.definition.disks.get_mut(usize::from(drive.0));
+        let lacking = || io::Error::other(format!("{vm} has no disk{drive} on record"));
+        *noted.ok_or_else(lacking)? = now;
         self.replace(&record)
     }
 
@@ -364,6 +381,24 @@ mod tests {
         assert_eq!(records.all().len(), 1);
         records.forget(&literal("db")).unwrap();
         assert_eq!(records.read(&literal("db")).unwrap(), None);
+    }
+
+    // The record was another session's, whose VM had fewer disks: the daemon ended.
+    #[test]
+    fn a_medium_is_noted_of_a_drive_that_is_on_record() {
+        let directory = tempfile::tempdir().unwrap();
+        let (records, vm) = (Records::new(directory.path(), &literal("b")), literal("db"));
+        let mut now = definition().disks.remove(0);
+        now.ejected = true;
+        records.note_medium(&vm, DiskIndex(1), now.clone()).unwrap();
+        fs::create_dir(directory.path().join("db")).unwrap();
+        let record = records.of(ImageRole::Mirror, Generation(1), &definition());
+        records.write(&record).unwrap();
+        let error = records.note_medium(&vm, DiskIndex(1), now.clone()).unwrap_err();
+        assert!(error.to_string().contains("no disk1 on record"), "{error}");
+        assert_eq!(records.read(&vm).unwrap(), Some(record));
+        records.note_medium(&vm, DiskIndex(0), now.clone()).unwrap();
+        assert_eq!(records.read(&vm).unwrap().unwrap().definition.disks, [now]);
     }
 
     #[test]

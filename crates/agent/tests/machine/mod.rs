@@ -57,6 +57,8 @@ pub struct Start<'a> {
     pub devices: Option<bool>,
     /// UEFI's code, and the file of its variables, as flash.
     pub uefi: Option<(&'a str, &'a Path)>,
+    /// Whether it has a disk on AHCI, all of zeroes, whose reads take a second.
+    pub slow_disk: bool,
 }
 
 impl Default for Start<'_> {
@@ -71,6 +73,7 @@ impl Default for Start<'_> {
             card: None,
             devices: None,
             uefi: None,
+            slow_disk: false,
         }
     }
 }
@@ -123,6 +126,12 @@ impl Machine {
                 .args(["-device", "virtio-net-pci,netdev=card0,romfile=,mac=52:54:00:12:34:56"])
                 .env("UNDERSTUDY_CARDS", number.to_string());
             inherited.push(number);
+        }
+        if start.slow_disk {
+            command
+                .arg("-blockdev")
+                .arg("driver=null-co,node-name=slow,size=1048576,read-zeroes=on,latency-ns=1000000000")
+                .args(["-device", "ide-hd,drive=slow,bus=ide.0,bootindex=0"]);
         }
         if let Some((code, variables)) = start.uefi {
             let flash = |file: &str, more: &str| format!("if=pflash,format=raw,file={file}{more}");

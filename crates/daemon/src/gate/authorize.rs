@@ -94,7 +94,7 @@ mod tests {
 
     fn questions() -> Vec<Purpose> {
         let (vm, group) = (literal("db"), literal("shop"));
-        let cpu = CpuNeeds { accelerator: Accelerator::Tcg, model: None, tsc: None };
+        let cpu = CpuNeeds { accelerator: Accelerator::Tcg, model: None, tsc: None, vendor: None };
         vec![
             Purpose::Survey { vm, memory: 1, cpu, cards: Vec::new() },
             Purpose::MayFollow { build: None },

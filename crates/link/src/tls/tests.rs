@@ -410,7 +410,7 @@ fn a_peer_that_goes_on_before_it_is_answered_is_noticed() {
         });
         let link = Link::dialled(dialled, &literal("b"), Some(&a)).unwrap();
         // Both are in one segment.
-        let hello = Header::for_payload(Kind::Hello, Epoch(1), &[]);
+        let hello = Header::for_payload(Kind::Hello, Epoch(1), &[]).unwrap();
         link.send_with(&hello, &[], Next::Message).unwrap();
         link.send_signal(Kind::Prepare, Epoch(0)).unwrap();
         let error = serving.join().unwrap().unwrap_err().to_string();

@@ -22,7 +22,7 @@ pub enum Kind {
     DiskWrite = 11,
     /// A range of a disk that reads as zeroes now.
     DiskZero = 12,
-    /// The device state.
+    /// The device state, or the last of it.
     DeviceState = 13,
     /// The epoch is whole: counts and digest of its messages.
     EpochEnd = 14,
@@ -112,11 +112,13 @@ pub enum Kind {
     /// The VM has a process of its own at this end, which has the connection from here on: TLS and
     /// [`Kind::Hello`] once more. To those alone who have said that they can.
     BeginAnew = 57,
+    /// A part of a device state that is too large for one message, before [`Kind::DeviceState`].
+    DeviceStatePart = 58,
 }
 
 impl Kind {
     /// All kinds.
-    pub const ALL: [Kind; 47] = [
+    pub const ALL: [Kind; 48] = [
         Kind::Hello,
         Kind::Welcome,
         Kind::Refuse,
@@ -164,6 +166,7 @@ impl Kind {
         Kind::Medium,
         Kind::Works,
         Kind::BeginAnew,
+        Kind::DeviceStatePart,
     ];
 
     /// The kind of this number, if there is one.

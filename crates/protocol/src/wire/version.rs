@@ -8,7 +8,7 @@
 //! | version | is new |
 //! |---|---|
 //! | 17 | one version only: whoever speaks it compares the dialler's least version with 17 |
-//! | 18 | versions are negotiated; the purpose `clock`; `autostart` in an offered definition |
+//! | 18 | versions are negotiated; the purpose `clock`; `autostart` in an offered definition; a device state in parts |
 
 use crate::Spoken;
 
@@ -23,6 +23,9 @@ pub const LEAST_WIRE_VERSION: WireVersion = 17;
 
 /// The first version in which the answer names the one that is used.
 pub const FIRST_NEGOTIATED: WireVersion = 18;
+
+/// The first version with [`Kind::DeviceStatePart`](super::Kind::DeviceStatePart).
+pub const FIRST_WITH_STATE_PARTS: WireVersion = 18;
 
 /// The versions that this release speaks.
 pub const SPOKEN: Spoken = Spoken { least: LEAST_WIRE_VERSION, highest: WIRE_VERSION };

@@ -6,6 +6,10 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
 
+/// The most that a device state may have, which is copied in each pause. A small one has some 30 KiB; a
+/// virtio graphics card adds the pictures that its guest keeps there, a disk the requests that wait.
+const MOST_BYTES: u64 = 64 << 20;
+
 /// A file in memory that QEMU inherits and saves its device state to, or loads
 /// it from. The contents are QEMU's business: about 32 KiB for a small q35.
 #[derive(Debug)]
@@ -48,6 +52,14 @@ impl DeviceState {
     /// Reads so many bytes of the contents into `contents`, replacing what it held: after
     /// [`crate::pause::AgentPause::saved`].
     pub fn read_first(&self, bytes: u64, contents: &mut Vec<u8>) -> io::Result<()> {
+        if bytes > MOST_BYTES {
+            return Err(io::Error::other(format!(
+                "the state of the VM's devices has {} MiB, and may have {} (what its guest keeps in a virtio \
+                 graphics card is part of it)",
+                bytes >> 20,
+                MOST_BYTES >> 20
+            )));
+        }
         let bytes = usize::try_from(bytes).map_err(io::Error::other)?;
         contents.resize(bytes, 0);
         self.file.read_exact_at(contents, 0)
@@ -63,5 +75,21 @@ impl DeviceState {
 impl AsFd for DeviceState {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_that_is_too_large_is_an_error_that_says_so() {
+        let (state, mut contents) = (DeviceState::create().unwrap(), Vec::new());
+        state.file.set_len(MOST_BYTES).unwrap();
+        state.read_into(&mut contents).unwrap();
+        assert_eq!(contents.len() as u64, MOST_BYTES);
+        state.file.set_len(MOST_BYTES + (1 << 20)).unwrap();
+        let error = state.read_into(&mut contents).unwrap_err().to_string();
+        assert!(error.contains("has 65 MiB, and may have 64"), "{error}");
     }
 }

@@ -42,7 +42,7 @@ pub fn validate(machine: &Machine, piece: &Piece<'_>) -> anyhow::Result<()> {
         Piece::Console(_) if machine.console_output().is_none() => {
             bail!("a console spoke, which this machine lacks");
         }
-        Piece::Console(_) | Piece::DeviceState(_) | Piece::Keep(_) => {}
+        Piece::Console(_) | Piece::DeviceState(_) | Piece::DeviceStatePart(_) | Piece::Keep(_) => {}
         // Whether the session turns now is its own business.
         Piece::LogBegins | Piece::LogEnds(_) => {}
     }
@@ -67,8 +67,25 @@ fn disk_of(machine: &Machine, range: &DiskRange) -> Option<Arc<Disk>> {
 /// The work that is left when the whole of an epoch is applied.
 #[derive(Debug, Default)]
 struct Rest {
+    /// Parts of the device state that have come, until it is whole.
+    parts: Vec<u8>,
     device_state: Option<Vec<u8>>,
     keep: Option<KeepOrder>,
+}
+
+impl Rest {
+    /// The device state is whole. Most come in one piece, which is not copied.
+    fn take_last(&mut self, last: Vec<u8>) {
+        let mut state = std::mem::take(&mut self.parts);
+        let state = match state.is_empty() {
+            true => last,
+            false => {
+                state.extend(last);
+                state
+            }
+        };
+        self.device_state = Some(state);
+    }
 }
 
 /// Applies a piece of the first synchronisation that passed [`validate`]: of that nothing is left
@@ -106,7 +123,8 @@ fn apply(
                 console.say(&words);
             }
         }
-        Piece::DeviceState(state) => rest.device_state = Some(state),
+        Piece::DeviceState(last) => rest.take_last(last),
+        Piece::DeviceStatePart(part) => rest.parts.extend(part),
         Piece::Keep(order) => rest.keep = Some(order),
         // Taken out when it was committed, or carried out before or after the epoch.
         Piece::Outbound(_) | Piece::Medium(_) | Piece::LogBegins | Piece::LogEnds(_) => {}
@@ -222,4 +240,42 @@ fn blame(machine: &Machine, data: PageData<'_>, error: anyhow::Error) -> anyhow:
 
 fn block_of(machine: &Machine, id: BlockId) -> Option<&RamBlock> {
     machine.blocks().get(usize::from(id.0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::messages::device_state;
+    use understudy_protocol::wire::{LEAST_WIRE_VERSION, MAX_PAYLOAD, WIRE_VERSION};
+
+    /// What the backup has of a state that came in the pieces of this version, and how many.
+    fn sent(state: &[u8], version: u32) -> Option<(usize, Vec<u8>)> {
+        let (mut rest, mut count) = (Rest::default(), 0);
+        for piece in device_state(state, version).ok()? {
+            assert!(piece.bytes() <= MAX_PAYLOAD as u64);
+            assert!(rest.device_state.is_none(), "the last piece ends it");
+            match piece {
+                Piece::DeviceStatePart(part) => rest.parts.extend(part),
+                Piece::DeviceState(last) => rest.take_last(last),
+                other => panic!("{other:?}"),
+            }
+            count += 1;
+        }
+        Some((count, rest.device_state.unwrap()))
+    }
+
+    // One of more than 4 MiB ended the thread that sends, and with it the guest.
+    #[test]
+    fn a_device_state_of_any_size_comes_whole() {
+        let most = MAX_PAYLOAD;
+        let cases = [(1, 1), (most, 1), (most + 1, 2), (2 * most, 2), (2 * most + 9, 3)];
+        for (bytes, pieces) in cases {
+            let state: Vec<u8> = (0..bytes).map(|n| (n % 251) as u8).collect();
+            let came = sent(&state, WIRE_VERSION).unwrap();
+            assert_eq!(came.0, pieces, "{bytes} bytes");
+            assert!(came.1 == state, "{bytes} bytes");
+            let before = sent(&state, LEAST_WIRE_VERSION);
+            assert_eq!(before.map(|came| came.0), (pieces == 1).then_some(1), "{bytes} bytes");
+        }
+    }
 }

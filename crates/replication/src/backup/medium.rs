@@ -12,11 +12,15 @@ use std::collections::VecDeque;
 use std::mem;
 use std::sync::Arc;
 use understudy_disk::mirror_path;
+use understudy_protocol::Epoch;
 use understudy_threads::{lock, spawn};
 
 /// The most media on their way, of which each is open. The primary waits for each change until that
 /// is committed.
 const MOST_COMING: usize = 16;
+
+/// The first epoch of a session that is applied as a whole.
+const FIRST: Epoch = Epoch(1);
 
 /// Media on their way into a drive, open as `T`.
 pub(super) struct Media<T> {
@@ -122,7 +126,10 @@ impl Session {
     }
 
     /// The primary's drive, which was checked, has another medium from an epoch on that is not whole yet.
-    pub(super) fn take_medium(&self, told: &Medium) -> anyhow::Result<()> {
+    pub(super) fn take_medium(&self, epoch: Epoch, told: &Medium) -> anyhow::Result<()> {
+        // Until that is applied, this host has its former images, and their record. A primary changes none while
+        // it synchronises.
+        ensure!(epoch > FIRST, "a medium is put in with the first epoch");
         match told.file {
             Some(_) => lock(&self.present).orders.media.put_in(told),
             None => Ok(()),
@@ -149,7 +156,7 @@ impl Session {
             ready.changes[index] = map;
         }
         let now = medium.defined;
-        self.records.change(&self.vm, |record| record.definition.disks[index] = now)?;
+        self.records.note_medium(&self.vm, told.drive, now)?;
         if former == mirror_path(&self.directory, told.drive) {
             // Nobody needs the copy of the medium that was in the drive first.
             std::fs::remove_file(&former)

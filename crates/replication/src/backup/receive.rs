@@ -16,7 +16,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 use understudy_machine::Machine;
 use understudy_protocol::wire::{Header, Kind};
-use understudy_protocol::{Epoch, EpochEnd, Staging};
+use understudy_protocol::{Epoch, EpochEnd, MOST_PRECOPIED_PAGES, PAGE_SIZE, Staging};
 use understudy_session::backup::Event;
 
 /// Epochs that are not whole yet.
@@ -24,16 +24,20 @@ type PieceStaging = Staging<Piece<'static>>;
 
 /// The bytes beside memory: what a guest writes to its disks at most while the primary stops it,
 /// and what is sent of the machine beside its memory; far more than either.
-const BESIDE_MEMORY: u64 = 512 << 20;
+const BESIDE_MEMORY: u64 = 224 << 20;
+
+/// The bytes of pages that are sent before a pause, which may find all of memory.
+const PRECOPIED: u64 = MOST_PRECOPIED_PAGES * PAGE_SIZE as u64;
 
 /// Time after which a primary whose data is not read hears again that this host works.
 const WORD_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The most that epochs which are not whole yet have: all of the guest's memory, plain, and what
-/// it wrote to its disks (`EPOCH_DISK_BYTES`, over which its primary ends an epoch).
+/// The most that epochs which are not whole yet have: all of the guest's memory, plain, what was
+/// sent of it before the pause, and what it wrote to its disks (`EPOCH_DISK_BYTES`, over which its
+/// primary ends an epoch).
 fn staging_limit(machine: &Machine) -> u64 {
-    let memory: u64 = machine.blocks().iter().map(|block| block.bytes()).sum();
-    memory + memory / 16 + EPOCH_DISK_BYTES + BESIDE_MEMORY
+    let pages = PRECOPIED + machine.blocks().iter().map(|block| block.bytes()).sum::<u64>();
+    pages + pages / 16 + EPOCH_DISK_BYTES + BESIDE_MEMORY
 }
 
 impl Session {
@@ -107,7 +111,7 @@ impl Session {
             }
             Piece::LogBegins => self.expect_log(header.epoch)?,
             Piece::LogEnds(_) => self.expect_end_of_log()?,
-            Piece::Medium(medium) => self.take_medium(medium)?,
+            Piece::Medium(medium) => self.take_medium(header.epoch, medium)?,
             _ => {}
         }
         self.check_may_come(header.kind, header.epoch)?;

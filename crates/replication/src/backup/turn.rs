@@ -55,9 +55,19 @@ impl Other {
 pub(super) struct Orders {
     count: u64,
     other: Option<Other>,
+    /// Whether another QEMU is being prepared.
+    preparing: bool,
     closed: bool,
     /// Media that it puts into drives.
     pub media: Media<understudy_machine::Medium>,
+}
+
+impl Orders {
+    /// Notes that another QEMU is about to be prepared. False while one is: a peer could have this host start as
+    /// many as it likes.
+    fn begin_to_prepare(&mut self) -> bool {
+        !std::mem::replace(&mut self.preparing, true)
+    }
 }
 
 /// A test makes the other QEMU one that does not start.
@@ -77,12 +87,19 @@ impl Session {
         // Not under the lock: that ends a QEMU.
         drop(called_off);
         let Order::Prepare(wanted) = order else { return Ok(()) };
+        if !lock(&self.present).orders.begin_to_prepare() {
+            let why = "it is still preparing for the order before: try again in a while".to_owned();
+            self.say(&ToPrimary::TurnAnswer(Answer::Refused(why)));
+            return Ok(());
+        }
         let session = self.clone();
         let prepare = move || {
             let answer = match session.prepare(number, *wanted) {
                 Ok(()) => Answer::Ready,
                 Err(error) => Answer::Refused(format!("{error:#}")),
             };
+            // Before the answer, after which the primary may order anew.
+            lock(&session.present).orders.preparing = false;
             session.say(&ToPrimary::TurnAnswer(answer));
         };
         let begun = spawn(format!("turn-{}", self.vm), prepare).context("cannot start a thread");
@@ -209,4 +226,20 @@ impl Session {
 
 fn ended(other: &Machine) -> String {
     format!("the QEMU for the turn ended: {}", other.last_words())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_qemu_is_prepared_at_a_time() {
+        let mut orders = Orders::default();
+        assert!(orders.begin_to_prepare() && !orders.begin_to_prepare());
+        // An order that calls it off does not end what has begun.
+        orders.count += 1;
+        assert!(!orders.begin_to_prepare());
+        orders.preparing = false;
+        assert!(orders.begin_to_prepare());
+    }
 }

@@ -99,7 +99,7 @@ fn sign() -> [u8; understudy_protocol::wire::HEADER_BYTES] {
 }
 
 fn signal(kind: Kind) -> [u8; understudy_protocol::wire::HEADER_BYTES] {
-    Header::for_payload(kind, Epoch(0), &[]).encode()
+    Header::for_payload(kind, Epoch(0), &[]).unwrap().encode()
 }
 
 #[test]

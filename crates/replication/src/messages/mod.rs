@@ -21,7 +21,7 @@ mod tests;
 mod to_backup;
 mod to_primary;
 
-pub use piece::{PageBatch, Piece};
+pub use piece::{PageBatch, Piece, device_state};
 pub use to_backup::ToBackup;
 pub use to_primary::ToPrimary;
 

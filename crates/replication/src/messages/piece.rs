@@ -6,7 +6,10 @@ use std::borrow::Cow;
 use std::fmt;
 use understudy_cluster::messages::KeepOrder;
 use understudy_encoding::{decode_log, encode_log};
-use understudy_protocol::wire::{DiskRange, DiskWrite, Kind, Message, WireError};
+use understudy_protocol::wire::{
+    DiskRange, DiskWrite, FIRST_WITH_STATE_PARTS, Kind, MAX_PAYLOAD, Message, WireError,
+    WireVersion,
+};
 use understudy_protocol::{CardFrames, Epoch};
 
 /// A piece of an epoch.
@@ -18,8 +21,10 @@ pub enum Piece<'a> {
     DiskWrite(DiskWrite),
     /// A range of a disk that reads as zeroes from now on.
     DiskZero(DiskRange),
-    /// QEMU's device state, opaque.
+    /// QEMU's device state, opaque: all of it, or what comes behind its parts.
     DeviceState(Vec<u8>),
+    /// The next part of a device state that is too large for one message.
+    DeviceStatePart(Vec<u8>),
     /// Frames that the guest sent, as far as they wait for the epoch's commit.
     Outbound(CardFrames),
     /// The guest's words on its console.
@@ -82,6 +87,23 @@ impl fmt::Debug for PageBatch<'_> {
     }
 }
 
+/// The pieces of a device state, in their order, for a backup with which this version is spoken.
+///
+/// # Errors
+/// It is too large for a backup that takes it in one message.
+pub fn device_state(
+    state: &[u8],
+    version: WireVersion,
+) -> Result<impl Iterator<Item = Piece<'static>>, WireError> {
+    let cut = state.len().saturating_sub(1) / MAX_PAYLOAD * MAX_PAYLOAD;
+    if cut > 0 && version < FIRST_WITH_STATE_PARTS {
+        return Err(WireError::TooLarge(state.len()));
+    }
+    let (parts, last) = state.split_at(cut);
+    let parts = parts.chunks(MAX_PAYLOAD).map(|part| Piece::DeviceStatePart(part.to_vec()));
+    Ok(parts.chain([Piece::DeviceState(last.to_vec())]))
+}
+
 impl Piece<'_> {
     /// Bytes that it has: most of what it takes in memory.
     pub fn bytes(&self) -> u64 {
@@ -90,9 +112,10 @@ impl Piece<'_> {
             Piece::DiskWrite(write) => write.payload().len(),
             Piece::DiskZero(_) => DiskRange::BYTES,
             Piece::Outbound(frames) => frames.payload().len(),
-            Piece::DeviceState(bytes) | Piece::Console(bytes) | Piece::LogEnds(bytes) => {
-                bytes.len()
-            }
+            Piece::DeviceState(bytes)
+            | Piece::DeviceStatePart(bytes)
+            | Piece::Console(bytes)
+            | Piece::LogEnds(bytes) => bytes.len(),
             Piece::Medium(_) | Piece::Keep(_) | Piece::LogBegins => 0,
         };
         bytes as u64
@@ -106,6 +129,7 @@ impl Piece<'_> {
             Piece::DiskWrite(write) => with(Kind::DiskWrite, Payload::Borrowed(write.payload())),
             Piece::DiskZero(range) => with(Kind::DiskZero, Payload::Owned(range.encode().to_vec())),
             Piece::DeviceState(state) => with(Kind::DeviceState, Payload::Borrowed(state)),
+            Piece::DeviceStatePart(part) => with(Kind::DeviceStatePart, Payload::Borrowed(part)),
             Piece::Outbound(frames) => with(Kind::Outbound, Payload::Borrowed(frames.payload())),
             Piece::Console(words) => with(Kind::Console, Payload::Borrowed(words)),
             Piece::Medium(medium) => Encoded::json(Kind::Medium, epoch.0, medium),
@@ -126,6 +150,7 @@ impl Piece<'_> {
             Kind::DiskWrite => Piece::DiskWrite(DiskWrite::decode(message)?),
             Kind::DiskZero => Piece::DiskZero(DiskRange::decode(&message)?),
             Kind::DeviceState => Piece::DeviceState(message.payload),
+            Kind::DeviceStatePart => Piece::DeviceStatePart(message.payload),
             Kind::Outbound => Piece::Outbound(CardFrames::decode(message)?),
             Kind::Console => Piece::Console(message.payload),
             Kind::Medium => Piece::Medium(parse::body(&message)?),

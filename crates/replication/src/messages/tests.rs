@@ -58,6 +58,7 @@ fn pieces<'a>(stuff: &Stuff, parts: &'a [&'a [u8]]) -> Vec<Piece<'a>> {
         Piece::DiskWrite(DiskWrite::new(disk, offset, &bytes)),
         Piece::DiskZero(DiskRange { disk, offset, length: if flag { 0 } else { offset } }),
         Piece::DeviceState(bytes.clone()),
+        Piece::DeviceStatePart(bytes.clone()),
         Piece::Outbound(frames),
         Piece::Console(bytes.clone()),
         Piece::Medium(medium(stuff)),

@@ -60,7 +60,7 @@ use anyhow::Context;
 use crossbeam_channel::Receiver;
 use dialler::Dialler;
 use epoch_room::EpochRoom;
-use offer::{await_ready, offer};
+use offer::{Offered, await_ready, offer};
 use pace::Pace;
 use present::Present;
 use progress::Progress;
@@ -160,7 +160,7 @@ pub fn protect(
         session: plan.session.clone(),
         addresses: plan.addresses.clone(),
     };
-    let (link, path, basis) = offer(&machine, &plan, (&group, place), &dialler)?;
+    let Offered { link, path, basis, version } = offer(&machine, &plan, (&group, place), &dialler)?;
     let vm = &machine.definition().name;
     let paths =
         PathMonitor::new(&plan.events, &plan.peer, plan.addresses.clone(), path, plan.timeout);
@@ -180,6 +180,7 @@ pub fn protect(
         peer: plan.peer,
         id: plan.session,
         basis,
+        version,
         records: plan.records,
         settled: AtomicU64::new(0),
         console,

@@ -17,12 +17,25 @@ use understudy_disk::Disk;
 use understudy_link::channel::Channel;
 use understudy_link::link::{Link, Next, read_json};
 use understudy_machine::Machine;
-use understudy_protocol::wire::Kind;
+use understudy_protocol::wire::{Kind, WireVersion};
 use understudy_protocol::{DiskIndex, Epoch, PathIndex};
+use understudy_qemu::Vendor;
 use understudy_qemu::definition::DiskFormat;
 
 /// Holds the header of any disk format.
 const DISK_HEAD_BYTES: u64 = 64 << 10;
+
+/// An offer that a backup has taken.
+pub struct Offered {
+    /// The data connection.
+    pub link: Link,
+    /// The path that it takes.
+    pub path: PathIndex,
+    /// The basis that the first synchronisation begins with.
+    pub basis: Basis,
+    /// The wire version that is spoken.
+    pub version: WireVersion,
+}
 
 /// The handshake on the data connection, until the backup starts its QEMU.
 pub fn offer(
@@ -30,7 +43,7 @@ pub fn offer(
     plan: &Plan,
     group: (&Group, usize),
     dialler: &Dialler,
-) -> anyhow::Result<(Link, PathIndex, Basis)> {
+) -> anyhow::Result<Offered> {
     let definition = machine.definition_now();
     let files = start_files(machine)?;
     let arbiter = plan.arbiter.identify().context("this host's arbiter")?;
@@ -40,6 +53,7 @@ pub fn offer(
         machine_type: machine.machine_type().to_owned(),
         accelerator: machine.accelerator(),
         tsc: machine.tsc(),
+        vendor: Vendor::seen_here(machine.accelerator()),
         qemu: plan.qemu.clone(),
         qemu_build: machine.qemu_build(),
         mode: plan.mode,
@@ -91,7 +105,7 @@ pub fn offer(
     };
     // A backup that hangs up has said why, before.
     send().map_err(|error| link.last_words().unwrap_or(error))?;
-    Ok((link, path, basis))
+    Ok(Offered { link, path, basis, version })
 }
 
 /// Bytes that the image takes: of a block device, all that it has.

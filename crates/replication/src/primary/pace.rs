@@ -96,9 +96,9 @@ impl Pace {
         self.apply(&mut lock(&self.state).vcpus, share, OUTRUNS_BACKUP);
     }
 
-    /// Whether the link, not the pause, is what the guest waits for.
-    pub fn is_limiting(&self) -> bool {
-        lock(&self.state).throttle.is_limiting()
+    /// Whether pages may be sent before the pause; see [`Throttle::may_precopy`].
+    pub fn may_precopy(&self, found: u64, before: &[u64]) -> bool {
+        lock(&self.state).throttle.may_precopy(found, before)
     }
 
     /// The part of its processors that the guest may use, in percent.

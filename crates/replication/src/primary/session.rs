@@ -38,7 +38,7 @@ use understudy_encoding::EncodingPlan;
 use understudy_link::channel::Channel;
 use understudy_link::link::Next;
 use understudy_machine::console::ConsoleOutput;
-use understudy_protocol::wire::HEADER_BYTES;
+use understudy_protocol::wire::{HEADER_BYTES, WireVersion};
 use understudy_protocol::{
     Epoch, Generation, HostName, LastCheckpoint, Output, Policy, PrimaryAction, PrimaryPhase, Time,
     VmName,
@@ -60,6 +60,8 @@ pub struct Session {
     pub id: String,
     /// The basis that the first synchronisation begins with.
     pub basis: Basis,
+    /// The wire version that is spoken with the backup.
+    pub version: WireVersion,
     pub(super) present: Mutex<Present>,
     /// The policy of when to checkpoint.
     pub policy: Policy,

@@ -1,7 +1,7 @@
 //! Both ways to pause a guest: by the agent inside QEMU, and through QMP.
 
 use crate::planned::{fail_over_and_reboot, power_off, reboot};
-use crate::stage::{Calm, daemon, options, play, play_protected, prove_survival};
+use crate::stage::{Calm, daemon, daemon_passing, options, play, play_protected, prove_survival};
 use anyhow::{Result, ensure};
 use understudy_lab::{Scene, SceneOptions};
 
@@ -47,4 +47,18 @@ fn a_guest_paused_through_qmp_survives_and_reboots() {
 #[test]
 fn a_guest_paused_through_qmp_powers_off() {
     play_protected(through_qmp(), power_off);
+}
+
+/// As it is of a guest that keeps pictures in its graphics card. The thread that sends panicked, and the
+/// guest was ended.
+#[test]
+fn a_guest_whose_devices_have_more_state_than_a_message_survives() {
+    let mut options = options();
+    for daemon in options.daemons.values_mut() {
+        *daemon = daemon_passing("pad-device-state=return(9)");
+    }
+    play_protected(options, |scene, client| {
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
 }

@@ -383,11 +383,18 @@ fn a_medium_that_was_not_asked_for_ends_the_session() {
         let say = |line: &mut Line, kind, epoch| {
             line.send(&on_wire(kind, Epoch(epoch), secret.to_string().into_bytes()))
         };
+        // The daemon ended: it noted the medium in a record that had no such drive.
+        let mut line = session()?;
+        let ejected = json!({ "drive": DRIVE, "file": null }).to_string().into_bytes();
+        line.send(&on_wire(Kind::Medium, Epoch(1), ejected))?;
+        let refusal = line.await_kind(Kind::Refuse)?;
+        ensure!(refusal.contains("with the first epoch"), "{refusal}");
+        await_no_backup(scene)?;
         let mut line = session()?;
         say(&mut line, Kind::MediumAsked, 0)?;
         let answer = line.await_kind(Kind::MediumAnswer)?;
         ensure!(answer.contains("everybody on its host may read"), "{answer}");
-        say(&mut line, Kind::Medium, 1)?;
+        say(&mut line, Kind::Medium, 2)?;
         let refusal = line.await_kind(Kind::Refuse)?;
         ensure!(refusal.contains("had not asked for"), "{refusal}");
         ensure!(!guard.has_noticed()?, "it was opened");
