@@ -18,6 +18,10 @@ use understudy_snapshot::{Manifest, Retention};
 /// for long.
 const LOOK: Duration = Duration::from_secs(1);
 
+/// Time that a daemon which has just begun has to start VMs before a snapshot that is overdue is
+/// taken.
+const FIRST: Duration = Duration::from_secs(60);
+
 /// One thread for each cluster that has a schedule.
 pub(crate) fn start(host: &Arc<Host>) {
     for (name, cluster) in host.config.clusters.clone() {
@@ -30,7 +34,8 @@ pub(crate) fn start(host: &Arc<Host>) {
 
 fn run(host: &Weak<Host>, name: &GroupName, cluster: &ClusterConfig) {
     let Some(schedule) = cluster.schedule else { return };
-    let mut due = Instant::now() + schedule.every;
+    let Some(newest) = host.upgrade().map(|host| host.newest_taken(name)) else { return };
+    let mut due = Instant::now() + first_wait(newest, unix_now(), schedule.every);
     loop {
         thread::sleep(LOOK.min(schedule.every));
         let Some(host) = host.upgrade().filter(|host| !host.is_closing()) else { return };
@@ -49,7 +54,26 @@ fn run(host: &Weak<Host>, name: &GroupName, cluster: &ClusterConfig) {
     }
 }
 
+/// Time until the first snapshot of a daemon that begins, of a group whose newest was taken at that
+/// second since 1970: a daemon that is restarted again and again takes them, too.
+fn first_wait(newest: Option<u64>, now: u64, every: Duration) -> Duration {
+    let age = newest.map_or(every, |newest| Duration::from_secs(now.saturating_sub(newest)));
+    every.saturating_sub(age).max(every.min(FIRST))
+}
+
 impl Host {
+    /// Time at which the newest snapshot of a group was taken; none if there is none that can be read.
+    fn newest_taken(&self, group: &GroupName) -> Option<u64> {
+        match self.snapshots_of(group, None) {
+            Ok(there) => there.iter().map(|one| one.taken_at).max(),
+            // The first attempt, which is due soon, says so where it is seen.
+            Err(error) => {
+                info!("when a snapshot of {group} was taken last is not known: {error}");
+                None
+            }
+        }
+    }
+
     /// Deletes the snapshots of a group that are not to be kept.
     fn expire(&self, group: &GroupName, retention: Retention) -> Result<(), HostError> {
         let store = self.open_store(group, None)?;
@@ -66,5 +90,24 @@ impl Host {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Regression: a daemon that was restarted more often than that took none at all.
+    #[test]
+    fn a_schedule_goes_on_where_the_last_daemon_was_with_it() {
+        const HOUR: Duration = Duration::from_secs(3600);
+        let wait = |newest| first_wait(newest, 1_790_000_000, HOUR).as_secs();
+        assert_eq!(wait(Some(1_790_000_000 - 1800)), 1800, "half of it is over");
+        assert_eq!(wait(Some(1_790_000_000 - 3599)), 60, "VMs are being started");
+        assert_eq!(wait(Some(0)), 60, "overdue, or unreadable");
+        assert_eq!(wait(None), 60, "there is none yet");
+        assert_eq!(wait(Some(1_790_000_000 + 9999)), 3600, "taken by another clock");
+        let often = Duration::from_secs(60);
+        assert_eq!(first_wait(None, 1_790_000_000, often), often);
     }
 }
