@@ -48,8 +48,8 @@ pub use pack::{Lane, NewChunk, Packed, Packer, scattered};
 pub use plan::{Load, NoPlan, Plan};
 pub use queue::{Clock, FirstAccess, Recency, Sampling, Score, working_set_size};
 pub use restore::{
-    Cohort, CohortAction, CohortEvent, CohortPhase, Decision, Line, Order, Report, RestoreAction,
-    RestoreEvent, RestorePhase, Restorer,
+    Cohort, CohortAction, CohortEvent, CohortPhase, Decision, Former, Line, Order, Report,
+    RestoreAction, RestoreEvent, RestorePhase, Restorer,
 };
 pub use segment::Segment;
 pub use store::{
