@@ -20,9 +20,6 @@ use understudy_snapshot::{
     StoreError, Taker, TakerAction, TakerEvent, TakerPhase, Writing,
 };
 
-/// Time for which first accesses are traced: the paper's seven seconds.
-const TRACE_MS: u64 = 7000;
-
 /// Pause before a store that did not answer is asked again whether a manifest is there.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
 
@@ -65,7 +62,7 @@ impl Coordinator {
             member: Member(0),
             store: location,
             compression: request.compression,
-            trace_ms: request.trace_ms.unwrap_or(TRACE_MS),
+            trace_ms: request.trace_ms.unwrap_or_default(),
             recency: request.recency,
         };
         let (store, label) = (Arc::new(store), request.label.clone());
@@ -163,8 +160,10 @@ impl Coordinator {
             }
             None => String::new(),
         };
+        // Of what failed at the very end the store may have kept something.
+        let left = failure.member.map_or("", |_| ", and nothing of it is left");
         let message = format!(
-            "snapshot {number} of {} was given up, and nothing of it is left; {} on: {who}{failure}",
+            "snapshot {number} of {} was given up{left}; {} on: {who}{failure}",
             group.name,
             if group.vms.len() == 1 { "the VM runs" } else { "the VMs run" },
         );

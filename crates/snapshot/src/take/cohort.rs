@@ -2,7 +2,7 @@
 
 use super::{About, Part, TakeOrder, TakeReport};
 use crate::SnapshotNumber;
-use crate::contact::{SILENCE, Silence};
+use crate::contact::{SILENCE, STANDSTILL, Silence, Standstill};
 use understudy_protocol::Time;
 
 /// An event that happens to a cohort.
@@ -18,6 +18,8 @@ pub enum TakeEvent {
     Saved(SnapshotNumber, Part),
     /// The member cannot go on, for this reason.
     Failed(SnapshotNumber, String),
+    /// Whoever prepares, takes and saves has done so much by now. Said once a second or more often.
+    Working(SnapshotNumber, u64),
     /// Time has passed.
     Tick,
 }
@@ -69,12 +71,14 @@ pub struct TakeCohort {
     number: SnapshotNumber,
     phase: TakeCohortPhase,
     silence: Silence,
+    standstill: Standstill,
 }
 
 impl TakeCohort {
     /// Creates one for a member whose group's last snapshot, taken or given up, has this number.
     pub fn new(number: SnapshotNumber, now: Time) -> TakeCohort {
-        TakeCohort { number, phase: TakeCohortPhase::Idle, silence: Silence::new(now) }
+        let (silence, standstill) = (Silence::new(now), Standstill::new(now));
+        TakeCohort { number, phase: TakeCohortPhase::Idle, silence, standstill }
     }
 
     /// The phase in which it is.
@@ -112,6 +116,16 @@ impl TakeCohort {
                 self.enter(Saved(part), actions);
             }
             (TakeEvent::Failed(number, why), _) if number == own && self.is_busy() => {
+                self.fail(why, actions);
+            }
+            (TakeEvent::Working(number, done), Preparing | Taking { .. })
+                if number == own && self.standstill.look(now, done) =>
+            {
+                let standstill = STANDSTILL.as_secs();
+                let why = format!(
+                    "its host has got nowhere with it for {standstill} s: the store or a disk does \
+                     not answer"
+                );
                 self.fail(why, actions);
             }
             (TakeEvent::Tick, _) if self.is_busy() && self.silence.look(now) => {
@@ -168,6 +182,7 @@ impl TakeCohort {
         }
         self.number = number;
         self.silence.end(now);
+        self.standstill = Standstill::new(now);
         match order {
             TakeOrder::Prepare => {
                 actions.push(TakeAction::Prepare(number));

@@ -304,3 +304,67 @@ fn without_a_coordinator_the_members_give_up_and_run_on() {
     }
     assert!(given_up > 50, "{given_up}");
 }
+
+/// What became of a cohort that prepares, or takes, and whose coordinator is heard all the time;
+/// `done` says how much it has done by a second.
+fn after_seconds(takes: bool, seconds: u64, done: impl Fn(u64) -> u64) -> TakeCohortPhase {
+    let (number, start) = (SnapshotNumber(1), Time(Duration::from_secs(1)));
+    let order = |said| TakeEvent::Order(About { number, said });
+    let mut cohort = TakeCohort::new(SnapshotNumber(0), start);
+    let mut actions = Vec::new();
+    cohort.handle(start, order(TakeOrder::Prepare), &mut actions);
+    if takes {
+        cohort.handle(start, TakeEvent::Prepared(number), &mut actions);
+        cohort.handle(start, order(TakeOrder::Take), &mut actions);
+        cohort.handle(start, TakeEvent::Taken(number), &mut actions);
+    }
+    for second in 1..=seconds {
+        let now = start + Duration::from_secs(second);
+        cohort.handle(now, order(TakeOrder::Take), &mut actions);
+        cohort.handle(now, TakeEvent::Working(number, done(second)), &mut actions);
+        cohort.handle(now, TakeEvent::Tick, &mut actions);
+    }
+    let gave_up = actions.contains(&TakeAction::Discard(number));
+    assert_eq!(gave_up, matches!(cohort.phase(), TakeCohortPhase::Failed(_)));
+    cohort.phase().clone()
+}
+
+/// Regression: nobody could protect a VM whose store was on a mount that had gone.
+#[test]
+fn a_member_that_gets_nowhere_gives_up() {
+    let failed = |phase: &TakeCohortPhase| matches!(phase, TakeCohortPhase::Failed(_));
+    let a_little_each_minute = |second: u64| second / 60;
+    for takes in [false, true] {
+        assert!(!failed(&after_seconds(takes, 299, |_| 7)), "it may still go on");
+        let slow = after_seconds(takes, 7_200, a_little_each_minute);
+        assert!(!failed(&slow), "it goes on: {slow:?}");
+        let failed = after_seconds(takes, 302, |_| 7);
+        let TakeCohortPhase::Failed(why) = failed else { panic!("{failed:?}") };
+        assert!(why.contains("nowhere with it for 300 s"), "{why}");
+    }
+}
+
+/// Regression: the coordinator asked a store that was away for ever, and its members waited.
+#[test]
+fn a_store_that_never_says_whether_the_manifest_is_there_ends_the_snapshot() {
+    let (number, start) = (SnapshotNumber(1), Time(Duration::from_secs(1)));
+    let report = |said| TakerEvent::Report(Member(0), About { number, said });
+    let mut actions = Vec::new();
+    let mut taker = Taker::new(number, 1, start, &mut actions);
+    taker.handle(start, report(TakeReport::Prepared), &mut actions);
+    taker.handle(start, report(TakeReport::Saved(part())), &mut actions);
+    assert_eq!(*taker.phase(), TakerPhase::Publishing);
+    for second in 1..=901 {
+        assert!(second > 899 || *taker.phase() == TakerPhase::Publishing, "at {second} s");
+        let now = start + Duration::from_secs(second);
+        taker.handle(now, report(TakeReport::Saved(part())), &mut actions);
+        taker.handle(now, TakerEvent::Tick, &mut actions);
+    }
+    let TakerPhase::Failed(failure) = taker.phase() else { panic!("{:?}", taker.phase()) };
+    assert!(
+        failure.member.is_none() && failure.why.contains("has not said for 900 s"),
+        "{failure}"
+    );
+    taker.handle(start, report(TakeReport::Abandoned), &mut actions);
+    assert!(taker.is_over(), "the members are free");
+}
