@@ -9,6 +9,7 @@
 //! | [`library`] | what is in a store: list, delete, verify |
 //! | [`reading`] | the mark of a restore, which keeps others from deleting what it reads |
 //! | [`member`] | a VM's seat at its cluster's network, and its cut |
+//! | [`used_stores`] | which stores this host has used, and does not make anew |
 //! | [`sampling`] | working sets in normal running |
 //! | [`schedule`] | snapshots that are taken by themselves |
 //! | [`decision`] | whether restored members stay, by the arbiter |
@@ -43,6 +44,7 @@ mod sampling;
 mod schedule;
 mod take;
 mod taker;
+mod used_stores;
 
 pub(crate) use adopt::RestoreNote;
 pub(crate) use exchange::serve;

@@ -46,8 +46,8 @@ impl Coordinator {
         location: StoreAddress,
         request: &SnapshotRequest,
     ) -> Result<Coordinator, HostError> {
-        let store =
-            host.config.store_keys.create(&location).map_err(|error| store_error("", error))?;
+        let used = host.used_stores(&group)?;
+        let store = used.open_or_make(&host.config.store_keys, &location)?;
         let (events, heard) = crossbeam_channel::unbounded();
         let sender = events.clone();
         let reply: Reply = Arc::new(move |heard| {
