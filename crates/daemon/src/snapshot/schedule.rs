@@ -84,7 +84,8 @@ impl Host {
             there.into_iter().filter_map(|listed| listed.manifest.ok()).collect();
         for number in retention.expired(&readable, unix_now()) {
             // One that is being restored is deleted the next time.
-            match self.delete_snapshot(group, number, None, false) {
+            match self.remove_snapshot(group, number, None, false) {
+                // What hinders a sweep is recorded.
                 Ok(_) => info!("snapshot {number} of {group} was old, and is deleted"),
                 Err(error) => warn!("snapshot {number} of {group} is old: {error}"),
             }

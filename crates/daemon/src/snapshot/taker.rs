@@ -6,7 +6,7 @@ use super::unix_now;
 use crate::containment::spawn_for_request;
 use crate::host::Host;
 use crossbeam_channel::{Receiver, Sender};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 use tracing::warn;
@@ -25,6 +25,7 @@ const ASK_AGAIN: Duration = Duration::from_secs(1);
 
 /// Takes one snapshot.
 pub struct Coordinator {
+    host: Arc<Host>,
     store: Arc<Store>,
     task: TakeTask,
     label: Option<String>,
@@ -67,6 +68,7 @@ impl Coordinator {
         };
         let (store, label) = (Arc::new(store), request.label.clone());
         Ok(Coordinator {
+            host: host.clone(),
             store,
             task,
             label,
@@ -115,17 +117,17 @@ impl Coordinator {
                 let manifest = self.manifest(number, parts);
                 let Some(writing) = self.writing.take() else { return };
                 let (store, events) = (self.store.clone(), self.events.clone());
+                let host = Arc::downgrade(&self.host);
                 spawn_for_request("publish", move || {
-                    let event = publish(&store, writing, &manifest);
+                    let event = publish(&host, &store, writing, &manifest);
                     // Nobody listens after the end.
                     let _ = events.send(event);
                 });
             }
             TakerAction::Discard => {
                 let Some(writing) = self.writing.take() else { return };
-                if let Err(error) = self.store.abandon(writing, unix_now()) {
-                    warn!("what was stored of a snapshot that was given up: {error}");
-                }
+                let abandoned = self.store.abandon(writing, unix_now());
+                self.host.note_abandoned(&self.store.location(), abandoned);
             }
         }
     }
@@ -172,7 +174,7 @@ impl Coordinator {
 }
 
 /// Whether it is there is asked until the store says so: an error may come after the deed.
-fn publish(store: &Store, writing: Writing, manifest: &Manifest) -> TakerEvent {
+fn publish(host: &Weak<Host>, store: &Store, writing: Writing, manifest: &Manifest) -> TakerEvent {
     pass("snapshot-publishing");
     let (group, number) = (writing.group.clone(), writing.number);
     let Err(error) = store.publish(writing.clone(), manifest) else { return TakerEvent::Published };
@@ -186,8 +188,9 @@ fn publish(store: &Store, writing: Writing, manifest: &Manifest) -> TakerEvent {
             }
             // None, or another's of its number.
             Ok(_) | Err(StoreError::NoSnapshot { .. } | StoreError::NoSnapshots(_)) => {
-                if let Err(error) = store.abandon(writing, unix_now()) {
-                    warn!("what was stored of a snapshot that was given up: {error}");
+                let abandoned = store.abandon(writing, unix_now());
+                if let Some(host) = host.upgrade() {
+                    host.note_abandoned(&store.location(), abandoned);
                 }
                 return TakerEvent::NotPublished(error.to_string());
             }
