@@ -12,6 +12,10 @@ pub const REPEAT: Duration = Duration::from_millis(200);
 /// Time for which the other side may be silent. Work may take longer: whoever does it says so.
 pub const SILENCE: Duration = Duration::from_secs(5);
 
+/// Time without a word after which a coordinator need not be there any more: it repeats its orders five
+/// times as often.
+const HEARD: Duration = Duration::from_secs(1);
+
 /// Time for which work may stand still before it counts as hanging: what it waits for, a store on a
 /// mount that has gone, may never answer. No guest can be protected meanwhile.
 pub const STANDSTILL: Duration = Duration::from_secs(300);
@@ -40,6 +44,11 @@ impl Silence {
     /// Looks, as nothing was heard since the last look, whether that is too long.
     pub fn look(&mut self, now: Time) -> bool {
         self.lasts(now) >= SILENCE
+    }
+
+    /// Whether the last word came so recently that whoever said it is there.
+    pub fn is_short(&self, now: Time) -> bool {
+        self.length + (now - self.looked) < HEARD
     }
 
     fn lasts(&mut self, now: Time) -> Duration {

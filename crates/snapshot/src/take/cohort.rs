@@ -145,7 +145,8 @@ impl TakeCohort {
     ) {
         use TakeCohortPhase::{Abandoned, Committed, Prepared, Preparing, Saved, Taking};
         if number < self.number {
-            return;
+            let why = format!("snapshot {} has begun since", self.number);
+            return refuse(number, order, why, actions);
         }
         if number > self.number {
             return self.other(now, number, order, actions);
@@ -169,7 +170,8 @@ impl TakeCohort {
         }
     }
 
-    /// A snapshot after the one that this cohort knows: what was going on is over.
+    /// A snapshot after the one that this cohort knows: what was going on is over, unless its coordinator
+    /// is still heard.
     fn other(
         &mut self,
         now: Time,
@@ -178,6 +180,10 @@ impl TakeCohort {
         actions: &mut Vec<TakeAction>,
     ) {
         if self.is_busy() {
+            if self.silence.is_short(now) {
+                let why = format!("snapshot {} is being taken: try again after that", self.number);
+                return refuse(number, order, why, actions);
+            }
             actions.push(TakeAction::Discard(self.number));
         }
         self.number = number;
@@ -232,4 +238,13 @@ impl TakeCohort {
         use TakeCohortPhase::{Prepared, Preparing, Saved, Taking};
         matches!(self.phase, Preparing | Prepared | Taking { .. } | Saved(_))
     }
+}
+
+/// Answers an order about a snapshot that this member is not in.
+fn refuse(number: SnapshotNumber, order: TakeOrder, why: String, actions: &mut Vec<TakeAction>) {
+    let said = match order {
+        TakeOrder::Abandon => TakeReport::Abandoned,
+        TakeOrder::Prepare | TakeOrder::Take | TakeOrder::Commit => TakeReport::Failed { why },
+    };
+    actions.push(TakeAction::Report(About { number, said }));
 }

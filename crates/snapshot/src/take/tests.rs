@@ -368,3 +368,34 @@ fn a_store_that_never_says_whether_the_manifest_is_there_ends_the_snapshot() {
     taker.handle(start, report(TakeReport::Abandoned), &mut actions);
     assert!(taker.is_over(), "the members are free");
 }
+
+/// Regression: the later one ended the earlier one, whose coordinator then spoke of a silent host.
+#[test]
+fn of_two_snapshots_the_later_one_is_refused_while_the_first_is_taken() {
+    let start = Time(Duration::from_secs(1));
+    let mut cohort = TakeCohort::new(SnapshotNumber(0), start);
+    let mut say = |ms: u64, number, said| {
+        let (mut actions, number) = (Vec::new(), SnapshotNumber(number));
+        let order = TakeEvent::Order(About { number, said });
+        cohort.handle(start + Duration::from_millis(ms), order, &mut actions);
+        actions
+    };
+    let answers = |actions: &[TakeAction], number, what: &str| {
+        let [TakeAction::Report(report)] = actions else { return false };
+        report.number == SnapshotNumber(number) && format!("{:?}", report.said).contains(what)
+    };
+    assert!(say(0, 3, TakeOrder::Prepare).contains(&TakeAction::Prepare(SnapshotNumber(3))));
+    for order in [TakeOrder::Prepare, TakeOrder::Take] {
+        assert!(answers(&say(900, 4, order), 4, "snapshot 3 is being taken"), "{order:?}");
+    }
+    assert!(answers(&say(900, 4, TakeOrder::Abandon), 4, "Abandoned"));
+    assert!(answers(&say(900, 3, TakeOrder::Prepare), 3, "Preparing"), "it goes on");
+    // Its coordinator is not there any more.
+    let begun = say(2_000, 5, TakeOrder::Prepare);
+    assert!(begun.contains(&TakeAction::Discard(SnapshotNumber(3))), "{begun:?}");
+    assert!(begun.contains(&TakeAction::Prepare(SnapshotNumber(5))), "{begun:?}");
+    for order in [TakeOrder::Prepare, TakeOrder::Take, TakeOrder::Commit] {
+        assert!(answers(&say(2_000, 3, order), 3, "snapshot 5 has begun since"), "{order:?}");
+    }
+    assert!(answers(&say(2_000, 3, TakeOrder::Abandon), 3, "Abandoned"));
+}
