@@ -232,7 +232,7 @@ impl Job {
         packers: &mut BTreeMap<BlockId, Packer>,
         stop: &Stop,
     ) -> anyhow::Result<()> {
-        let trace = self.order.trace_ms.into();
+        let trace: Duration = self.order.trace_ms.into();
         let mut pace = Pace::from_now();
         loop {
             stop.check()?;

@@ -131,6 +131,7 @@ impl Host {
         let orphans = host.find_orphans();
         keeper::watch(&host).map_err(internal)?;
         host.end_dead_restores();
+        host.forget_dead_insistence();
         for listener in listeners {
             gate::listen(&host, listener)?;
         }
