@@ -123,7 +123,7 @@ impl Host {
                 }
                 _ if !may_begin => return Some((task, order)),
                 // Its keeper is there, and gets its orders over this way alone.
-                Some(former) if !former.is_over() => {
+                Some(former) if !former.is_over() && self.keeper_of(&vm).is_some() => {
                     let why = "a keeper of it, which restores it or has restored it, is there: stop it first";
                     let failed = Report::Failed { why: why.to_owned() };
                     reply(ToCoordinator::Restore(task.member, failed));
