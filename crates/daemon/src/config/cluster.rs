@@ -70,7 +70,7 @@ pub(super) fn check(
     let mut spans = BTreeMap::new();
     for (name, raw) in raw {
         let field = format!("cluster.{}", name.get_ref());
-        let parsed = source.name(&field, &name)?;
+        let parsed: GroupName = source.name(&field, &name)?;
         let members_span = raw.members.span();
         let cluster = raw.check(source, &field)?;
         let elsewhere = clusters.iter().find_map(|(other, known)| {
