@@ -1,11 +1,10 @@
 //! A member's disks, captured for one snapshot while the guest writes on.
 
-use crate::Stopped;
+use crate::Stop;
 use anyhow::Context;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::{Duration, Instant};
 use understudy_disk::{Capture, ChangesTaken, Disk, PreparedCapture};
@@ -71,7 +70,7 @@ impl DiskCapture {
         self,
         store: &Store,
         base: Option<&BTreeMap<DiskIndex, AreaMap>>,
-        stop: &AtomicBool,
+        stop: &Stop,
     ) -> anyhow::Result<SavedDisks> {
         let mut saved =
             SavedDisks { areas: BTreeMap::new(), packed: Packed::default(), changes: Vec::new() };
@@ -95,7 +94,7 @@ impl DiskCapture {
 struct Copier<'a> {
     store: &'a Store,
     compression: Compression,
-    stop: &'a AtomicBool,
+    stop: &'a Stop,
     pace: Pace,
 }
 
@@ -119,7 +118,7 @@ impl Copier<'_> {
             if full.len() >= BATCH {
                 self.store(&mut full)?;
             }
-            Stopped::check(self.stop)?;
+            self.stop.check()?;
             self.pace.wait(content.len());
         }
         let (last, map, packed) = packer.finish(base);

@@ -36,7 +36,7 @@ fn snapshot(
     capture.take();
     let truth = content(disk);
     (0..40).for_each(|block| write(disk, block * 7, 77));
-    (truth, capture.save(store, base, &AtomicBool::new(false)).unwrap())
+    (truth, capture.save(store, base, &Stop::default()).unwrap())
 }
 
 #[test]
@@ -119,7 +119,9 @@ fn a_save_that_is_stopped_leaves_nothing_behind() {
     let mut capture = DiskCapture::arm_disks(&disks, Compression::None, path, true).unwrap();
     capture.take();
     let base = BTreeMap::from([(DiskIndex(2), AreaMap::zeros(BLOCKS))]);
-    let stopped = capture.save(&store, Some(&base), &AtomicBool::new(true));
+    let stop = Stop::default();
+    stop.say();
+    let stopped = capture.save(&store, Some(&base), &stop);
     assert!(stopped.is_err());
     let (_, saved) = snapshot(&disk, &store, path, Some(&base));
     assert_eq!(saved.packed.put, 1, "it is still known what changed");

@@ -1,32 +1,35 @@
 //! Image of a protected VM on its backup at the end of an epoch, stored for a snapshot while
 //! later epochs are applied. The guest does not notice, and no acknowledgement waits.
 
-use crate::Stopped;
 use crate::disk::DiskCapture;
 use crate::memory::{Pace, Saving, most_traced};
 use crate::messages::{KeepOrder, Kept, KeptImage};
 use crate::part::Shape;
 use crate::store_keys::{StoreKeys, Stores};
+use crate::{Stop, Stopped};
 use anyhow::Context;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_machine::Machine;
 use understudy_memory::{MAIN_MEMORY, StillImage, StillPage};
-use understudy_protocol::BlockId;
+use understudy_protocol::{BlockId, Time};
 use understudy_snapshot::{
-    AreaMap, Lane, Packer, Page, SnapshotNumber, WorkingSet, working_set_size,
+    AreaMap, Lane, Packer, Page, STANDSTILL, SnapshotNumber, Standstill, WorkingSet,
+    working_set_size,
 };
 use understudy_threads::spawn;
 use understudy_threads::{Mutex, lock};
 
 /// Time between two looks for the end of the trace.
 const LOOK: Duration = Duration::from_millis(20);
+
+/// Time between two looks whether a job goes on.
+const WATCH: Duration = Duration::from_millis(500);
 
 /// Callback, called once, for how a job went.
 type Answer = Box<dyn FnOnce(anyhow::Result<KeptImage>) + Send>;
@@ -42,12 +45,12 @@ pub struct Keeper {
 struct Keeping {
     number: SnapshotNumber,
     image: Arc<StillImage>,
-    stop: Arc<AtomicBool>,
+    stop: Arc<Stop>,
 }
 
 impl Drop for Keeping {
     fn drop(&mut self) {
-        self.stop.store(true, Ordering::Release);
+        self.stop.say();
         self.image.end();
     }
 }
@@ -85,16 +88,25 @@ impl Keeper {
             return answer(Err(error.into()));
         }
         // There before anything is kept: one that cannot be started would leave it so for good.
-        let (hand, handed) = mpsc::sync_channel::<(Job, Arc<AtomicBool>, Answer)>(1);
+        let (hand, handed) = mpsc::sync_channel::<(Job, Arc<Stop>, Answer)>(1);
         let keeper = self.clone();
         let started = spawn("keep", move || {
             let Ok((job, stop, answer)) = handed.recv() else { return };
-            let image = job.run(&keeper.keys, &stop);
+            let answer = Arc::new(Mutex::new(Some(answer)));
+            let (watching, watched, about) = (keeper.clone(), stop.clone(), answer.clone());
+            let watched = spawn("keep-watch", move || watching.watch(&watched, &about));
+            let image = match watched {
+                Ok(_) => job.run(&keeper.keys, &stop),
+                Err(error) => Err(anyhow::Error::new(error).context("cannot start a thread")),
+            };
             // What was given up meanwhile is not said to be there.
-            answer(match keeper.is_over(&stop) {
+            let image = match keeper.is_over(&stop) {
                 true => image,
                 false => image.and(Err(Stopped.into())),
-            });
+            };
+            if let Some(answer) = lock(&answer).take() {
+                answer(image);
+            }
         });
         if let Err(error) = started {
             return answer(Err(anyhow::Error::new(error).context("cannot start a thread")));
@@ -112,6 +124,27 @@ impl Keeper {
         let _ = hand.send((job, stop, answer));
     }
 
+    /// Watches a job for as long as it is one. Of one that hangs, in a store on a mount that has gone
+    /// say, the answer is that it has failed: its thread may never end.
+    fn watch(&self, stop: &Arc<Stop>, answer: &Mutex<Option<Answer>>) {
+        let began = Instant::now();
+        let now = || Time(began.elapsed());
+        let mut standstill = Standstill::new(now());
+        let is_this = |keeping: &Keeping| Arc::ptr_eq(&keeping.stop, stop);
+        while lock(&self.keeping).as_ref().is_some_and(is_this) {
+            thread::sleep(WATCH);
+            if !standstill.look(now(), stop.looks()) || !self.is_over(stop) {
+                continue;
+            }
+            if let Some(answer) = lock(answer).take() {
+                let seconds = STANDSTILL.as_secs();
+                answer(Err(anyhow::anyhow!(
+                    "it has got nowhere with it for {seconds} s: the store or a disk does not answer"
+                )));
+            }
+        }
+    }
+
     /// Nothing is kept for this snapshot any more.
     pub fn let_go(&self, number: SnapshotNumber) {
         let former = lock(&self.keeping).take_if(|keeping| keeping.number == number);
@@ -120,7 +153,7 @@ impl Keeper {
 
     /// Ends that job, which keeps nothing any more; returns whether it was still to. Another may
     /// have begun.
-    fn is_over(&self, stop: &Arc<AtomicBool>) -> bool {
+    fn is_over(&self, stop: &Arc<Stop>) -> bool {
         let former = lock(&self.keeping).take_if(|keeping| Arc::ptr_eq(&keeping.stop, stop));
         former.is_some()
     }
@@ -150,7 +183,7 @@ impl Job {
         device_state: &[u8],
     ) -> anyhow::Result<Job> {
         let shape = Shape::of(machine);
-        let traced = most_traced(machine.ram().pages(), Duration::from_millis(order.trace_ms));
+        let traced = most_traced(machine.ram().pages(), order.trace_ms.into());
         let image = Arc::new(StillImage::take(shape.blocks(), traced)?);
         // A mirror has no snapshot that the next one could build on.
         let mut disks = DiskCapture::arm(machine, order.compression, directory, false)?;
@@ -159,7 +192,7 @@ impl Job {
         Ok(Job { order, shape, image, disks, device_state, since: Instant::now() })
     }
 
-    fn run(self, keys: &StoreKeys, stop: &AtomicBool) -> anyhow::Result<KeptImage> {
+    fn run(self, keys: &StoreKeys, stop: &Stop) -> anyhow::Result<KeptImage> {
         let compression = self.order.compression;
         let store = keys
             .open(&self.order.store)
@@ -174,9 +207,9 @@ impl Job {
             saving.finish(block.id(), packer, &AreaMap::zeros(block.pages()))?;
         }
         saving.end()?;
-        Stopped::check(stop)?;
+        stop.check()?;
         let disks = self.disks.save(&store, None, stop)?;
-        Stopped::check(stop)?;
+        stop.check()?;
         fail::fail_point!("snapshot-kept");
         let areas = self.shape.put_areas(&store, compression, &saving.areas, &disks.areas)?;
         let traced = queue.len() as u64;
@@ -197,12 +230,12 @@ impl Job {
         &self,
         saving: &mut Saving<'_>,
         packers: &mut BTreeMap<BlockId, Packer>,
-        stop: &AtomicBool,
+        stop: &Stop,
     ) -> anyhow::Result<()> {
-        let trace = Duration::from_millis(self.order.trace_ms);
+        let trace: Duration = self.order.trace_ms.into();
         let mut pace = Pace::from_now();
         loop {
-            Stopped::check(stop)?;
+            stop.check()?;
             match self.image.copy_some()? {
                 Some(pages) => {
                     put(saving, packers, &pages, Lane::Rest)?;
@@ -219,13 +252,13 @@ impl Job {
         &self,
         saving: &mut Saving<'_>,
         packers: &mut BTreeMap<BlockId, Packer>,
-        stop: &AtomicBool,
+        stop: &Stop,
     ) -> anyhow::Result<Vec<Page>> {
         let first = self.image.end_trace();
         put(saving, packers, &first, Lane::WorkingSet)?;
         // What writers have copied at the very end.
         while let Some(pages) = self.image.copy_some()? {
-            Stopped::check(stop)?;
+            stop.check()?;
             put(saving, packers, &pages, Lane::Rest)?;
         }
         // The other blocks are loaded whole before any start.

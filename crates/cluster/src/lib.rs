@@ -27,7 +27,33 @@ pub mod source;
 pub mod store_keys;
 pub mod trial;
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// Word to work that it is to end. It looks for that again and again, and so tells whoever waits for it that
+/// it goes on.
+#[derive(Debug, Default)]
+pub struct Stop {
+    is_said: AtomicBool,
+    looks: AtomicU64,
+}
+
+impl Stop {
+    /// Says it.
+    pub fn say(&self) {
+        self.is_said.store(true, Ordering::Release);
+    }
+
+    /// An error once it is said.
+    pub fn check(&self) -> Result<(), Stopped> {
+        self.looks.fetch_add(1, Ordering::Relaxed);
+        Stopped::check(&self.is_said)
+    }
+
+    /// How often the work has looked.
+    pub fn looks(&self) -> u64 {
+        self.looks.load(Ordering::Relaxed)
+    }
+}
 
 /// Work was told to end.
 #[derive(Debug, thiserror::Error)]

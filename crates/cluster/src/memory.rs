@@ -1,12 +1,11 @@
 //! A member's memory, captured for one snapshot: protected while the guest stands still, copied
 //! when it runs again. What it touches first meanwhile is the working set.
 
-use crate::Stopped;
+use crate::Stop;
 use crate::trial::write_accesses;
 use anyhow::Context;
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::info;
@@ -154,7 +153,7 @@ impl MemoryCapture {
         mut self,
         store: &Store,
         base: Option<&BTreeMap<BlockId, AreaMap>>,
-        stop: &AtomicBool,
+        stop: &Stop,
     ) -> anyhow::Result<SavedMemory> {
         self.taken.machine.forget_auxiliary();
         let base = base.filter(|_| self.options.incremental);
@@ -204,12 +203,12 @@ impl MemoryCapture {
         saving: &mut Saving,
         packer: &mut Packer,
         mut accesses: Option<&mut Vec<PageIndex>>,
-        stop: &AtomicBool,
+        stop: &Stop,
     ) -> anyhow::Result<()> {
         let mut period = Instant::now();
         let mut pace = Pace::from_now();
         loop {
-            Stopped::check(stop)?;
+            stop.check()?;
             let wants_more = match &accesses {
                 Some(accesses) => accesses.len() < MOST_ACCESSES,
                 None => !self.taken.cut().trace_is_full(),
@@ -261,10 +260,10 @@ impl MemoryCapture {
         &mut self,
         saving: &mut Saving,
         packer: &mut Packer,
-        stop: &AtomicBool,
+        stop: &Stop,
     ) -> anyhow::Result<()> {
         while let Some(copies) = self.taken.cut().copy_some()? {
-            Stopped::check(stop)?;
+            stop.check()?;
             for copy in &copies.pages {
                 saving.store(packer.put(copy.page.0, &copy.content, Lane::Rest))?;
             }

@@ -12,7 +12,7 @@ use understudy_qemu::command::BootFiles;
 use understudy_qemu::definition::ForeignDefinition;
 use understudy_snapshot::{
     About, AreaEntry, Blob, Compression, Incarnation, Member, MemberManifest, Order, Page, Report,
-    SnapshotNumber, Store, StoreAddress, StoreError, TakeOrder, TakeReport,
+    SnapshotNumber, Store, StoreAddress, StoreError, TakeOrder, TakeReport, TraceTime,
 };
 
 /// Members of a group and their hosts.
@@ -37,8 +37,8 @@ pub struct TakeTask {
     pub store: StoreAddress,
     /// Compression of its chunks.
     pub compression: Compression,
-    /// Time for which first accesses are traced after the pause, in milliseconds.
-    pub trace_ms: u64,
+    /// Time for which first accesses are traced after the pause.
+    pub trace_ms: TraceTime,
     /// Whether repeated accesses are traced too, for comparison.
     pub recency: bool,
 }
@@ -184,8 +184,8 @@ pub struct KeepOrder {
     pub store: StoreAddress,
     /// Compression of its chunks.
     pub compression: Compression,
-    /// Time for which first writes are noted, in milliseconds.
-    pub trace_ms: u64,
+    /// Time for which first writes are noted.
+    pub trace_ms: TraceTime,
 }
 
 /// The reply to a [`KeepOrder`].

@@ -7,7 +7,8 @@ use understudy_protocol::HostName;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_snapshot::{Store, StoreAddress, StoreError, StoreKey};
 
-/// The key files of encrypted stores, by location. They are read whenever a store is opened.
+/// The key files of encrypted stores, by location: they are for all stores in those directories and
+/// under those prefixes. They are read whenever a store is opened.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StoreKeys(Arc<BTreeMap<StoreAddress, PathBuf>>);
 
@@ -32,8 +33,11 @@ impl StoreKeys {
         Store::create_with(location, self.key(location)?.as_ref())
     }
 
+    /// The key of a store: its own, or that of the nearest one above it.
     fn key(&self, location: &StoreAddress) -> Result<Option<StoreKey>, StoreError> {
-        Ok(self.0.get(location).map(|file| StoreKey::read(file)).transpose()?)
+        let above = self.0.iter().filter(|(keyed, _)| keyed.has(location));
+        let nearest = above.max_by_key(|(keyed, _)| keyed.len());
+        Ok(nearest.map(|(_, file)| StoreKey::read(file)).transpose()?)
     }
 }
 
@@ -108,5 +112,36 @@ mod tests {
         std::fs::remove_file(&key).unwrap();
         let error = keys.open(&place("sealed")).unwrap_err().to_string();
         assert!(error.contains("cannot read the snapshot key"), "{error}");
+    }
+
+    /// Regression: it was written in plain, without a word.
+    #[test]
+    fn a_store_below_an_encrypted_one_is_encrypted_with_the_nearest_key() {
+        let directory = tempfile::tempdir().unwrap();
+        let place = |name: &str| -> StoreAddress {
+            directory.path().join(name).display().to_string().parse().unwrap()
+        };
+        let key = |name: &str| {
+            let file = directory.path().join(name);
+            make_key(&file).unwrap();
+            file
+        };
+        let (outer, inner) = (key("outer-key"), key("inner-key"));
+        let only = |store: &str, key: &PathBuf| StoreKeys::new([(place(store), key.clone())]);
+        let keys = StoreKeys::new([
+            (place("sealed"), outer.clone()),
+            (place("sealed/shop"), inner.clone()),
+        ]);
+        StoreKeys::default().create(&place("sealed/old")).unwrap();
+        for (store, key) in [("sealed/db", &outer), ("sealed/shop/db", &inner)] {
+            keys.create(&place(store)).unwrap();
+            let without = StoreKeys::default().open(&place(store));
+            assert!(matches!(without, Err(StoreError::Encrypted(_))), "{store}: {without:?}");
+            only(store, key).open(&place(store)).unwrap();
+        }
+        keys.create(&place("sealed-not")).unwrap();
+        StoreKeys::default().open(&place("sealed-not")).unwrap();
+        let in_plain = keys.create(&place("sealed/old"));
+        assert!(matches!(in_plain, Err(StoreError::NotEncrypted(_))), "{in_plain:?}");
     }
 }

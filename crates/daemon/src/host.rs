@@ -128,9 +128,10 @@ impl Host {
         let host = Host::new(config, None, Some(state_dir))?;
         host.refuse_strangers()?;
         // Before anybody can ask for these VMs.
-        let orphans = host.find_orphans();
+        let (orphans, silent) = host.find_orphans();
         keeper::watch(&host).map_err(internal)?;
         host.end_dead_restores();
+        host.forget_dead_insistence();
         for listener in listeners {
             gate::listen(&host, listener)?;
         }
@@ -144,6 +145,7 @@ impl Host {
         strangers::tell(&records, &host.config.name);
         lost::start(&host, &records).map_err(internal)?;
         orphans.into_iter().for_each(|orphan| host.take_back(orphan));
+        silent.iter().try_for_each(|vm| host.take_back_silent(vm)).map_err(internal)?;
         host.look_after_unread().map_err(internal)?;
         autostart::start(&host, records).map_err(internal)?;
         info!("host {} listens on {:?}", host.config.name, host.config.listen);

@@ -11,7 +11,7 @@ use tracing::warn;
 use understudy_protocol::validity::{ArbiterWord, ImageRole};
 use understudy_protocol::{Generation, HostName, VmName};
 use understudy_qemu::{CheckedDefinition, VmDefinition};
-use understudy_replication::records::Record;
+use understudy_replication::records::{InsteadOf, Record};
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::{RecoverRequest, StartRequest, VmStatus};
 
@@ -23,12 +23,12 @@ impl Host {
         request: StartRequest,
     ) -> Result<VmStatus, HostError> {
         let name = &definition.name;
-        let former = self.note_other_images(definition)?;
+        self.note_other_images(definition)?;
         let StartRequest { other_host_is_off, .. } = request;
         let request = RecoverRequest { dry_run: false, force: true, other_host_is_off };
         let started = self.recover_in_its_place(name, request);
         if started.is_err()
-            && let Err(error) = self.forget_other_images(name, former)
+            && let Err(error) = self.forget_other_images(name)
         {
             warn!(vm = %name, "{error}");
         }
@@ -38,8 +38,8 @@ impl Host {
         })
     }
 
-    /// Notes them as this host's; returns what was on record before.
-    fn note_other_images(&self, definition: &VmDefinition) -> Result<Option<Record>, HostError> {
+    /// Notes them as this host's; what was on record before is kept with that.
+    fn note_other_images(&self, definition: &VmDefinition) -> Result<(), HostError> {
         let name = &definition.name;
         let _adding = self.adding.lock();
         self.check_free(definition)?;
@@ -48,27 +48,36 @@ impl Host {
             let message = format!("{name} is not started on other images: host {host} {busy}");
             return Err(HostError::new(ErrorKind::Conflict, message));
         }
-        let former = self.record(name)?;
+        let former = self.record(name)?.and_then(Record::before_insistence);
         check_no_mirror(definition, former.as_ref())?;
         drop(open_disks(definition, None, &name.below(&self.config.state_dir))?);
         let mut record = self.records.of(ImageRole::Stale, Generation(0), definition);
         record.peer = other_owner(&inquiry.arbiter, &self.config.name);
+        record.instead_of = Some(InsteadOf { former: former.map(Box::new) });
         self.vm_directory(name)?;
-        self.records.write(&record).map_err(internal)?;
-        Ok(former)
+        self.records.write(&record).map_err(internal)
     }
 
     /// The record is again what it was, unless the VM has run on those images meanwhile.
-    fn forget_other_images(&self, name: &VmName, former: Option<Record>) -> Result<(), HostError> {
+    fn forget_other_images(&self, name: &VmName) -> Result<(), HostError> {
         let _adding = self.adding.lock();
-        if self.record(name)?.is_some_and(|record| record.image.role != ImageRole::Stale) {
-            return Ok(());
+        self.records.undo_insistence(name).map(drop).map_err(internal)
+    }
+
+    /// The same of all VMs, as the daemon that was to start them has ended; not of those that live in a keeper.
+    pub(crate) fn forget_dead_insistence(&self) {
+        for record in self.records.all().iter().filter(|record| record.instead_of.is_some()) {
+            let vm = &record.definition.name;
+            if self.keeper_of(vm).is_some() {
+                continue;
+            }
+            match self.records.undo_insistence(vm) {
+                Ok(_) => self.events.of(vm).note(
+                    "its start on other images ended with its daemon: on this host it is what it was before",
+                ),
+                Err(error) => warn!(%vm, "its former images are not on record again: {error}"),
+            }
         }
-        let put_back = match former {
-            Some(former) => self.records.write(&former),
-            None => self.records.forget(name),
-        };
-        put_back.map_err(internal)
     }
 }
 

@@ -9,14 +9,15 @@ use crate::vm::{FencedVm, Vm};
 use nix::poll::PollTimeout;
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::{self, ErrorKind};
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
-use understudy_machine::custody::{Custody, OF_RESTORE};
+use understudy_machine::NotUnderstood;
+use understudy_machine::custody::{Custody, OF_RESTORE, Unfound};
 use understudy_protocol::Ownership;
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
@@ -195,9 +196,10 @@ enum Failure {
 }
 
 impl Host {
-    /// The guests that outlived the last daemon. From here on nobody starts them.
-    pub(crate) fn find_orphans(&self) -> Vec<Orphan> {
-        let mut orphans = Vec::new();
+    /// The guests that outlived the last daemon, and those whose custodians do not answer yet. From here on nobody
+    /// starts them.
+    pub(crate) fn find_orphans(&self) -> (Vec<Orphan>, Vec<VmName>) {
+        let (mut orphans, mut silent) = (Vec::new(), Vec::new());
         for entry in fs::read_dir(&self.config.state_dir).into_iter().flatten().flatten() {
             let directory = entry.path();
             if !directory.join(OF_RESTORE).exists() || keeper::note::lives_in(&directory) {
@@ -210,47 +212,101 @@ impl Host {
                 }
                 Err(error) => {
                     warn!("no VM is taken back in {}: {error:#}", directory.display());
-                    let refused = |error: &io::Error| error.kind() == ErrorKind::ConnectionRefused;
-                    if error.downcast_ref().is_some_and(refused) {
-                        // Its custodian has ended, and QEMU with it.
-                        let _ = fs::remove_file(directory.join(OF_RESTORE));
-                    } else {
-                        self.leave_to_custodian(&directory, &error);
+                    let name = directory.file_name().and_then(|name| name.to_str());
+                    let vm = name.and_then(|name| name.parse::<VmName>().ok());
+                    match (Unfound::of(&error), vm) {
+                        (Unfound::Ended, _) => drop(fs::remove_file(directory.join(OF_RESTORE))),
+                        (Unfound::Never, Some(vm)) => self.leave_to_custodian(&vm, &error),
+                        (Unfound::Later, Some(vm)) => {
+                            self.orphans.insert(&vm, &silent_words(&error), Former::Daemon);
+                            silent.push(vm);
+                        }
+                        (_, None) => {}
                     }
                 }
             }
         }
-        orphans
+        (orphans, silent)
+    }
+
+    /// Takes a guest back as soon as its custodian answers.
+    pub(crate) fn take_back_silent(self: &Arc<Self>, vm: &VmName) -> io::Result<()> {
+        let (host, name) = (Arc::downgrade(self), vm.clone());
+        let look = move || {
+            while let Some(host) = host.upgrade() {
+                if host.has_found_silent(&name) {
+                    return;
+                }
+                drop(host);
+                thread::sleep(AGAIN);
+            }
+        };
+        containment::spawn_for(self, vm, "orphan", look)
+    }
+
+    /// Asks a custodian that has not answered; returns whether somebody else sees to the guest from here on, or nobody
+    /// need any more.
+    fn has_found_silent(self: &Arc<Self>, vm: &VmName) -> bool {
+        let directory = vm.below(&self.config.state_dir);
+        if self.orphans.is_given_up(vm) {
+            return self.has_left_custodian(vm);
+        }
+        let error = match find(&directory) {
+            Ok(orphan) => {
+                self.take_back(orphan);
+                return true;
+            }
+            Err(error) => error,
+        };
+        match Unfound::of(&error) {
+            Unfound::Later => {
+                self.orphans.note(vm, silent_words(&error));
+                false
+            }
+            Unfound::Ended => {
+                let _ = fs::remove_file(directory.join(OF_RESTORE));
+                self.has_left_custodian(vm)
+            }
+            Unfound::Never => {
+                self.leave_to_custodian(vm, &error);
+                match self.look_after(vm) {
+                    Ok(()) => true,
+                    Err(error) => {
+                        warn!(%vm, "cannot start a thread: {error}");
+                        false
+                    }
+                }
+            }
+        }
     }
 
     /// A guest of which this version cannot read what there is stands still until one that can is started, or nobody
     /// wants it.
-    fn leave_to_custodian(&self, directory: &Path, error: &anyhow::Error) {
-        let name = directory.file_name().and_then(|name| name.to_str());
-        let Some(vm) = name.and_then(|name| name.parse::<VmName>().ok()) else { return };
+    fn leave_to_custodian(&self, vm: &VmName, error: &anyhow::Error) {
         let why = format!(
             "what is known of it cannot be read by this version of Understudy ({error:#}): start the one that left it, or \
              end it with `understudy vm stop {vm} --force`"
         );
-        self.orphans.insert(&vm, &why, Former::Other);
+        self.orphans.insert(vm, &why, Former::Other);
     }
 
     /// Ends those that are left to custodians if nobody wants them, and forgets them once they have ended.
     pub(crate) fn look_after_unread(self: &Arc<Self>) -> io::Result<()> {
-        for vm in self.orphans.unread() {
-            let (host, name) = (Arc::downgrade(self), vm.clone());
-            let look = move || {
-                while let Some(host) = host.upgrade() {
-                    if host.has_left_custodian(&name) {
-                        return;
-                    }
-                    drop(host);
-                    thread::sleep(LOOK);
+        self.orphans.unread().iter().try_for_each(|vm| self.look_after(vm))
+    }
+
+    fn look_after(self: &Arc<Self>, vm: &VmName) -> io::Result<()> {
+        let (host, name) = (Arc::downgrade(self), vm.clone());
+        let look = move || {
+            while let Some(host) = host.upgrade() {
+                if host.has_left_custodian(&name) {
+                    return;
                 }
-            };
-            containment::spawn_for(self, &vm, "orphan", look)?;
-        }
-        Ok(())
+                drop(host);
+                thread::sleep(LOOK);
+            }
+        };
+        containment::spawn_for(self, vm, "orphan", look)
     }
 
     fn has_left_custodian(&self, vm: &VmName) -> bool {
@@ -400,13 +456,18 @@ fn lost(how: &str) -> Failure {
     Failure::Lost(format!("while this host's daemon was away the VM was lost: {how}"))
 }
 
+fn silent_words(error: &anyhow::Error) -> String {
+    format!("its custodian is asked again and again, and does not answer: {error:#}")
+}
+
 fn find(directory: &Path) -> anyhow::Result<Orphan> {
     let (custody, estate, descriptors) = Custody::of_another(&directory.join(OF_RESTORE))?;
     let note = match serde_json::from_value(estate.note) {
         Ok(note) => note,
         Err(error) => {
             custody.leave();
-            return Err(anyhow::Error::from(error).context("it is of another version"));
+            let why = NotUnderstood("it is of another version".to_owned());
+            return Err(anyhow::Error::from(error).context(why));
         }
     };
     let still = Duration::from_millis(estate.still_ms);

@@ -195,7 +195,8 @@ impl Host {
                 ));
             }
         }
-        let known = inquiry.arbiter.generation();
+        // Not only of what starts here: the operator may insist on images that are not the newest.
+        let newest = inquiry.newest();
         let record = inquiry.answers.into_iter().find(|answer| answer.host == *here);
         let record = record.and_then(|answer| answer.record).ok_or_else(|| {
             let message = format!("host {here} has no images of {name}; {LOST}");
@@ -208,7 +209,6 @@ impl Host {
             ));
         }
         self.check_tpm(&record)?;
-        let newest = known.max(record.image.generation);
         Ok(Recovery { report, record, newest, insisted })
     }
 

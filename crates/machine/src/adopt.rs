@@ -100,7 +100,7 @@ pub struct Adoption<'a> {
 
 /// The remains of a machine are not what this program goes on with: trying once more does not help.
 #[derive(Debug)]
-pub struct NotUnderstood(pub(crate) String);
+pub struct NotUnderstood(pub String);
 
 impl fmt::Display for NotUnderstood {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

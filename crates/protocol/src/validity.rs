@@ -49,7 +49,7 @@ pub struct ImageRecord {
 
 impl ImageRecord {
     /// The newest generation up to which nobody else has run the guest since it ran on these images.
-    fn newest_until(&self) -> Generation {
+    pub fn newest_until(&self) -> Generation {
         self.generation.max(self.claimed_from.unwrap_or_default())
     }
 

@@ -60,6 +60,9 @@ pub struct Record {
     /// A restore of which this host does not have all yet, or that may still be taken back.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restoring: Option<Restoring>,
+    /// Its operator has named these images in the place of others, and the guest has not run on them yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub instead_of: Option<InsteadOf>,
     /// The VM as it is on this host; its disks are the images.
     pub definition: VmDefinition,
 }
@@ -72,6 +75,13 @@ pub struct Restoring {
     /// All members run, and stay: nothing but this VM's own end can make it come to nothing.
     pub settled: bool,
     /// Record that counts again if it does; none if this host had no images of the VM.
+    pub former: Option<Box<Record>>,
+}
+
+/// Record that counts again if the guest does not come to run on the images that were named instead.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct InsteadOf {
+    /// It; none if this host had no images of the VM.
     pub former: Option<Box<Record>>,
 }
 
@@ -94,6 +104,14 @@ impl Record {
     pub fn before_restore(self) -> Option<Record> {
         match self.restoring {
             Some(restoring) => restoring.former.map(|former| *former),
+            None => Some(self),
+        }
+    }
+
+    /// The record that counts unless the guest runs on images that were named instead.
+    pub fn before_insistence(self) -> Option<Record> {
+        match self.instead_of {
+            Some(instead) => instead.former.map(|former| *former),
             None => Some(self),
         }
     }
@@ -159,6 +177,7 @@ impl Records {
             wish: None,
             group: None,
             restoring: None,
+            instead_of: None,
             definition: definition.clone(),
         }
     }
@@ -217,6 +236,20 @@ impl Records {
             None => self.remove(vm)?,
         }
         Ok(Some(record))
+    }
+
+    /// The guest has not come to run on images that its operator named: on record is what was before.
+    /// Returns whether there are such.
+    pub fn undo_insistence(&self, vm: &VmName) -> io::Result<bool> {
+        let _changing = self.changing.lock();
+        let Some(record) = self.read(vm)?.filter(|it| it.instead_of.is_some()) else {
+            return Ok(false);
+        };
+        match record.before_insistence() {
+            Some(former) => self.replace(&former)?,
+            None => self.remove(vm)?,
+        }
+        Ok(true)
     }
 
     /// Finds out whether an activation of a VM's mirror that was made ready could be written. Nothing is
@@ -424,6 +457,31 @@ mod tests {
         assert_eq!(second.before_restore(), Some(former));
         records.write(&restored("3-1", None)).unwrap();
         assert!(records.undo_restore(&vm, "3-1").unwrap().is_some());
+        assert_eq!(records.read(&vm).unwrap(), None);
+    }
+
+    // Before, what was on record was forgotten if the daemon ended while it waited for another host's lease.
+    #[test]
+    fn images_that_the_guest_never_ran_on_leave_what_was_before() {
+        let directory = tempfile::tempdir().unwrap();
+        let records = Records::new(directory.path(), &literal("a"));
+        fs::create_dir(directory.path().join("db")).unwrap();
+        let (vm, former) =
+            (literal("db"), records.of(ImageRole::Cut, Generation(3), &definition()));
+        let named = |former: Option<Record>| {
+            let instead_of = Some(InsteadOf { former: former.map(Box::new) });
+            Record { instead_of, ..records.of(ImageRole::Stale, Generation(0), &definition()) }
+        };
+        records.write(&named(Some(former.clone()))).unwrap();
+        // Named again, by an operator who has lost patience.
+        let again = records.read(&vm).unwrap().and_then(Record::before_insistence);
+        assert_eq!(again.as_ref(), Some(&former));
+        records.write(&named(again)).unwrap();
+        assert!(records.undo_insistence(&vm).unwrap());
+        assert_eq!(records.read(&vm).unwrap().as_ref(), Some(&former));
+        assert!(!records.undo_insistence(&vm).unwrap(), "it is undone already");
+        records.write(&named(None)).unwrap();
+        assert!(records.undo_insistence(&vm).unwrap());
         assert_eq!(records.read(&vm).unwrap(), None);
     }
 

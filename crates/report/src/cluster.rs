@@ -3,7 +3,9 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use understudy_protocol::{GroupName, HostName, VmName};
-use understudy_snapshot::{Compression, Incarnation, Mode, SnapshotNumber, WorkingSetFactor};
+use understudy_snapshot::{
+    Compression, Incarnation, Mode, SnapshotNumber, TraceTime, WorkingSetFactor,
+};
 
 /// The progress of loading a restored VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -27,9 +29,9 @@ pub struct SnapshotRequest {
     pub label: Option<String>,
     /// The compression of its chunks.
     pub compression: Compression,
-    /// Time for which first accesses to memory are traced after the pause, in milliseconds; 7 s
-    /// without.
-    pub trace_ms: Option<u64>,
+    /// Time for which first accesses to memory are traced after the pause, in milliseconds, a minute at
+    /// most; 7 s without.
+    pub trace_ms: Option<TraceTime>,
     /// Trace repeated accesses too: for `--mode working-set`.
     pub recency: bool,
 }
@@ -182,4 +184,22 @@ pub struct FillState {
     pub stalled: Option<String>,
     /// Whether nothing is left to load.
     pub complete: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Regression: the VM could not be protected for a day.
+    #[test]
+    fn nobody_asks_for_a_trace_of_a_day() {
+        let request =
+            |ms: u64| serde_json::from_str::<SnapshotRequest>(&format!("{{\"trace_ms\": {ms}}}"));
+        assert_eq!(request(60_000).unwrap().trace_ms.map(u64::from), Some(60_000));
+        let error = request(86_400_000).unwrap_err().to_string();
+        assert!(
+            error.contains("86400000 ms is not how long") && error.contains("0 to 60 s"),
+            "{error}"
+        );
+    }
 }

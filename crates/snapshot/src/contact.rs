@@ -12,6 +12,14 @@ pub const REPEAT: Duration = Duration::from_millis(200);
 /// Time for which the other side may be silent. Work may take longer: whoever does it says so.
 pub const SILENCE: Duration = Duration::from_secs(5);
 
+/// Time without a word after which a coordinator need not be there any more: it repeats its orders five
+/// times as often.
+const HEARD: Duration = Duration::from_secs(1);
+
+/// Time for which work may stand still before it counts as hanging: what it waits for, a store on a
+/// mount that has gone, may never answer. No guest can be protected meanwhile.
+pub const STANDSTILL: Duration = Duration::from_secs(300);
+
 /// The longest time between two looks at the clock that counts as silence in full: a host that
 /// looks later stood still itself, and what was said to it meanwhile is still to be read.
 const LOOK: Duration = Duration::from_secs(1);
@@ -35,14 +43,52 @@ impl Silence {
 
     /// Looks, as nothing was heard since the last look, whether that is too long.
     pub fn look(&mut self, now: Time) -> bool {
+        self.lasts(now) >= SILENCE
+    }
+
+    /// Whether the last word came so recently that whoever said it is there.
+    pub fn is_short(&self, now: Time) -> bool {
+        self.length + (now - self.looked) < HEARD
+    }
+
+    fn lasts(&mut self, now: Time) -> Duration {
         self.length += (now - self.looked).min(LOOK);
         self.looked = now;
-        self.length >= SILENCE
+        self.length
     }
 
     /// Time at which to look again.
     pub fn next_look(&self) -> Time {
         self.looked + LOOK.min(SILENCE.saturating_sub(self.length))
+    }
+}
+
+/// Work that may come to stand still.
+#[derive(Clone, Debug)]
+pub struct Standstill {
+    most: Duration,
+    done: u64,
+    silence: Silence,
+}
+
+impl Standstill {
+    /// Nothing is done yet. It may stand still for as long as [`STANDSTILL`].
+    pub fn new(now: Time) -> Standstill {
+        Standstill::of(STANDSTILL, now)
+    }
+
+    pub(crate) fn of(most: Duration, now: Time) -> Standstill {
+        Standstill { most, done: 0, silence: Silence::new(now) }
+    }
+
+    /// Looks, at least once a second, whether it has stood still for too long. `done` says how much
+    /// has been done by now.
+    pub fn look(&mut self, now: Time, done: u64) -> bool {
+        if done != self.done {
+            self.done = done;
+            self.silence.end(now);
+        }
+        self.silence.lasts(now) >= self.most
     }
 }
 

@@ -34,7 +34,7 @@ mod store;
 mod take;
 mod units;
 
-pub use contact::{Failure, REPEAT, SILENCE};
+pub use contact::{Failure, REPEAT, SILENCE, STANDSTILL, Standstill};
 pub use cut::{BadEnvelope, Cut, CutAction, CutEvent, ENVELOPE_BYTES, Envelope};
 pub use format::{
     AreaEntry, AreaMap, BLOB_CHUNK_BYTES, BadChunk, Blob, Builder, CHUNK_UNITS, Compression,
@@ -43,13 +43,13 @@ pub use format::{
 };
 pub use graph::{Crossing, Ring, StartOrder};
 pub use loader::{Demand, Fill, Loader};
-pub use mode::{BadWorkingSet, Mode, WorkingSetFactor};
+pub use mode::{BadTraceTime, BadWorkingSet, Mode, TraceTime, WorkingSetFactor};
 pub use pack::{Lane, NewChunk, Packed, Packer, scattered};
 pub use plan::{Load, NoPlan, Plan};
 pub use queue::{Clock, FirstAccess, Recency, Sampling, Score, working_set_size};
 pub use restore::{
-    Cohort, CohortAction, CohortEvent, CohortPhase, Decision, Line, Order, Report, RestoreAction,
-    RestoreEvent, RestorePhase, Restorer,
+    Cohort, CohortAction, CohortEvent, CohortPhase, Decision, Former, Line, Order, Report,
+    RestoreAction, RestoreEvent, RestorePhase, Restorer,
 };
 pub use segment::Segment;
 pub use store::{

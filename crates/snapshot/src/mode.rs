@@ -3,6 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::str::FromStr;
+use std::time::Duration;
 
 /// The mode in which a group is restored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -109,6 +110,64 @@ impl FromStr for WorkingSetFactor {
     }
 }
 
+/// Time for which first accesses to memory are traced after a snapshot's pause, in milliseconds: 0 to
+/// 60 000; 7 000 by default.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(try_from = "u64", into = "u64")]
+pub struct TraceTime(u64);
+
+/// A time of more than a minute.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0} is not how long first accesses can be traced: give 0 to 60 s")]
+pub struct BadTraceTime(String);
+
+impl TraceTime {
+    /// Nothing is traced.
+    pub const NONE: TraceTime = TraceTime(0);
+    const MOST_MS: u64 = 60_000;
+}
+
+impl Default for TraceTime {
+    /// The paper's seven seconds.
+    fn default() -> TraceTime {
+        TraceTime(7_000)
+    }
+}
+
+impl TryFrom<u64> for TraceTime {
+    type Error = BadTraceTime;
+
+    fn try_from(ms: u64) -> Result<TraceTime, BadTraceTime> {
+        match ms <= TraceTime::MOST_MS {
+            true => Ok(TraceTime(ms)),
+            false => Err(BadTraceTime(format!("{ms} ms"))),
+        }
+    }
+}
+
+impl From<TraceTime> for u64 {
+    fn from(time: TraceTime) -> u64 {
+        time.0
+    }
+}
+
+impl From<TraceTime> for Duration {
+    fn from(time: TraceTime) -> Duration {
+        Duration::from_millis(time.0)
+    }
+}
+
+impl FromStr for TraceTime {
+    type Err = BadTraceTime;
+
+    /// Parses seconds.
+    fn from_str(text: &str) -> Result<TraceTime, BadTraceTime> {
+        let seconds = text.parse().ok().filter(|seconds| (0.0..=60.0).contains(seconds));
+        let seconds: f64 = seconds.ok_or_else(|| BadTraceTime(format!("{text:?}")))?;
+        Ok(TraceTime((seconds * 1e3) as u64))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -131,6 +190,10 @@ mod tests {
         for text in ["-0.1", "2.1", "NaN", "inf", "half"] {
             assert!(text.parse::<WorkingSetFactor>().is_err(), "{text}");
         }
+        for text in ["-1", "60.1", "NaN", "inf", "long"] {
+            assert!(text.parse::<TraceTime>().is_err(), "{text}");
+        }
+        assert_eq!("0.5".parse::<TraceTime>(), TraceTime::try_from(500));
         assert!("fast".parse::<Mode>().unwrap_err().contains("hot-no-line"));
     }
 }

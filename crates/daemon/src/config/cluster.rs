@@ -32,6 +32,13 @@ pub struct ClusterConfig {
     pub schedule: Option<Schedule>,
 }
 
+impl ClusterConfig {
+    /// Whether its only member is the VM of this name.
+    pub fn is_only(&self, name: &GroupName) -> bool {
+        self.members.len() == 1 && self.members.keys().all(|vm| GroupName::from(vm) == *name)
+    }
+}
+
 /// Snapshots that are taken by themselves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Schedule {
@@ -60,9 +67,10 @@ pub(super) fn check(
     raw: BTreeMap<Spanned<String>, RawCluster>,
 ) -> Result<BTreeMap<GroupName, ClusterConfig>, HostError> {
     let mut clusters: BTreeMap<GroupName, ClusterConfig> = BTreeMap::new();
+    let mut spans = BTreeMap::new();
     for (name, raw) in raw {
         let field = format!("cluster.{}", name.get_ref());
-        let parsed = source.name(&field, &name)?;
+        let parsed: GroupName = source.name(&field, &name)?;
         let members_span = raw.members.span();
         let cluster = raw.check(source, &field)?;
         let elsewhere = clusters.iter().find_map(|(other, known)| {
@@ -72,7 +80,18 @@ pub(super) fn check(
         if let Some(message) = elsewhere {
             return Err(source.wrong(&format!("{field}.members"), members_span, &message));
         }
+        spans.insert(parsed.clone(), name.span());
         clusters.insert(parsed, cluster);
+    }
+    for (name, cluster) in &clusters {
+        let is_vm =
+            |known: &ClusterConfig| known.members.keys().any(|vm| GroupName::from(vm) == *name);
+        if clusters.values().any(is_vm) && !cluster.is_only(name) {
+            let message = format!(
+                "a VM is called {name}, too: its own snapshots and the cluster's would be one; give the cluster another name"
+            );
+            return Err(source.wrong(&format!("cluster.{name}"), spans[name].clone(), &message));
+        }
     }
     Ok(clusters)
 }

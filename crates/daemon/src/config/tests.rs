@@ -354,6 +354,20 @@ fn a_wrong_cluster_is_named() {
     assert!(message.contains("db is in [cluster.also] already"), "{message}");
 }
 
+/// Regression: the VM's snapshots were the cluster's, and its schedule deleted them.
+#[test]
+fn a_cluster_has_no_vms_name() {
+    let with = |clusters: &str| read(&format!("{GOOD}{clusters}"));
+    let of_its_own = "[cluster.db]\nmembers = { web = 'a', db = 'b-1' }\n";
+    let of_anothers =
+        "[cluster.db]\nmembers = { web = 'a' }\n[cluster.shop]\nmembers = { db = 'a' }\n";
+    for clusters in [of_its_own, of_anothers] {
+        let message = with(clusters).unwrap_err().message;
+        assert_says(&message, "host.toml:", &["cluster.db", "a VM is called db, too"]);
+    }
+    with("[cluster.db]\nmembers = { db = 'a' }\n").unwrap();
+}
+
 #[test]
 fn stores_that_peers_may_name_are_the_configurations() {
     let good = format!("snapshot_stores = ['/srv/named']\n{GOOD}{CLUSTER}");

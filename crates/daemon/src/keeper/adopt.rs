@@ -16,7 +16,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 use std::fs;
-use std::io::{self, ErrorKind as IoErrorKind, Read};
+use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -24,7 +24,7 @@ use std::process;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tracing::warn;
-use understudy_machine::custody::Custody;
+use understudy_machine::custody::{Custody, Unfound};
 use understudy_machine::{Adoption, Machine, NotUnderstood};
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{HostName, LeaseAnswer, VmName};
@@ -126,16 +126,13 @@ impl Left {
 
 /// Nobody listens there: the custodian has ended, and QEMU with it.
 fn not_found(error: anyhow::Error, socket: &Path) -> NotAdopted {
-    if error.is::<NotUnderstood>() {
-        return NotAdopted::Cannot(format!("its custodian: {error:#}"));
-    }
-    let kind = error.downcast_ref().map(io::Error::kind);
-    match kind {
-        Some(IoErrorKind::ConnectionRefused | IoErrorKind::NotFound) => {
+    match Unfound::of(&error) {
+        Unfound::Never => NotAdopted::Cannot(format!("its custodian: {error:#}")),
+        Unfound::Ended => {
             let _ = fs::remove_file(socket);
             NotAdopted::Lost("its guest has ended with its last keeper".to_owned())
         }
-        _ => later(error.context("its custodian")),
+        Unfound::Later => later(error.context("its custodian")),
     }
 }
 

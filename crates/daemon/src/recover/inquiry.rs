@@ -110,7 +110,7 @@ impl Inquiry {
     /// The newest generation that anybody knows.
     pub(crate) fn newest(&self) -> Generation {
         let records = self.answers.iter().filter_map(|answer| answer.record.as_ref());
-        let known = records.map(|record| record.image.generation).max().unwrap_or_default();
+        let known = records.map(|record| record.image.newest_until()).max().unwrap_or_default();
         known.max(self.arbiter.generation())
     }
 
@@ -173,6 +173,8 @@ mod tests {
     use crate::lease::FormerLease;
     use std::collections::BTreeMap;
     use understudy_protocol::{Ownership, literal};
+    use understudy_qemu::VmDefinition;
+    use understudy_replication::records::Records;
 
     fn answers(host: &'static str, busy: Option<&str>) -> ImagesAnswer {
         let busy = busy.map(str::to_owned);
@@ -186,6 +188,28 @@ mod tests {
         let owner = Ownership { host: Some(literal("a")), generation: Generation(3) };
         let silent = silent.iter().map(|host| (literal(host), "no answer".to_owned()));
         Inquiry::new((ArbiterWord::Says(Some(owner)), String::new()), answers, silent.collect())
+    }
+
+    // Before, a forced start claimed the VM from its own images' generation: once the arbiter had lost its records, the
+    // others' older images counted as newer ones.
+    #[test]
+    fn the_newest_generation_is_that_of_any_host() {
+        let has = |host: &'static str, role, generation, claimed_from| {
+            let text = "name = 'db'\nmemory = '64M'\nvcpus = 1";
+            let definition: VmDefinition = toml::from_str(text).unwrap();
+            let records = Records::new("/s".as_ref(), &literal(host));
+            let mut record = records.of(role, Generation(generation), &definition);
+            record.image.claimed_from = claimed_from;
+            ImagesAnswer { record: Some(record), ..answers(host, None) }
+        };
+        let here = has("b", ImageRole::Stale, 4, None);
+        let of = |other| {
+            let answers = vec![here.clone(), other, answers("d", None)];
+            Inquiry::new((ArbiterWord::Says(None), String::new()), answers, vec![]).newest()
+        };
+        assert_eq!(of(has("c", ImageRole::Cut, 9, None)), Generation(9));
+        assert_eq!(of(has("c", ImageRole::Cut, 3, Some(Generation(11)))), Generation(11));
+        assert_eq!(of(has("c", ImageRole::Stale, 2, None)), Generation(4));
     }
 
     // Before, `recover` on the winner, which had just handed the VM back, started a copy beside the guest that host a went

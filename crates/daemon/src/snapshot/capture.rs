@@ -8,11 +8,10 @@ use crate::vm::PrimaryVm;
 use anyhow::{Context, bail};
 use crossbeam_channel::Receiver;
 use std::collections::BTreeMap;
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 use tracing::info;
-use understudy_cluster::Stopped;
+use understudy_cluster::Stop;
 use understudy_cluster::disk::DiskCapture;
 use understudy_cluster::memory::{CaptureOptions, MemoryCapture, Taken};
 use understudy_cluster::messages::{RestoreTask, TakeTask};
@@ -132,7 +131,7 @@ impl Capture {
         let options = CaptureOptions {
             compression: task.compression,
             incremental: base.is_some(),
-            trace: Duration::from_millis(task.trace_ms),
+            trace: task.trace_ms.into(),
             recency: task.recency,
             sampled,
         };
@@ -197,15 +196,15 @@ impl Capture {
     }
 
     /// The guest runs again: all goes to the store.
-    pub fn save(self, stop: &AtomicBool) -> anyhow::Result<(Part, Saved)> {
+    pub fn save(self, stop: &Stop) -> anyhow::Result<(Part, Saved)> {
         let Capture { task, number, store, machine, base, .. } = self;
         let compression = task.compression;
         let put = |bytes: &[u8]| store.put_blob(bytes, compression);
         let device_state = put(&self.device_state)?;
         let memory = self.memory.save(&store, base.as_ref().map(|base| &*base.memory), stop)?;
-        Stopped::check(stop)?;
+        stop.check()?;
         let disks = self.disks.save(&store, base.as_ref().map(|base| &*base.disks), stop)?;
-        Stopped::check(stop)?;
+        stop.check()?;
         let log = match (&self.seat, &self.complete) {
             (Some(seat), Some(complete)) => seat.log(complete, stop)?,
             _ => Vec::new(),

@@ -51,6 +51,14 @@ impl Host {
         request: &SnapshotRequest,
     ) -> Result<SnapshotReport, HostError> {
         self.going_primary(vm)?;
+        let cluster = self.config.clusters.get(&GroupName::from(vm));
+        if cluster.is_some_and(|cluster| !cluster.is_only(&vm.into())) {
+            let message = format!(
+                "a cluster of this host is called {vm}, too, and would have the same snapshots: give it \
+                 another name in the host's configuration"
+            );
+            return Err(HostError::new(ErrorKind::Conflict, message));
+        }
         self.snapshot_group(&vm.into(), vec![vm.to_owned()], request)
     }
 
@@ -117,6 +125,9 @@ impl Host {
             self.config.store_keys.open(&location).map_err(|error| store_error("", error))?;
         let found = store.snapshot(name, request.number);
         let manifest = found.map_err(|error| store_error("", error))?;
+        if place.is_some() {
+            check_only(&manifest)?;
+        }
         let members: Vec<MemberManifest> = manifest
             .members
             .iter()
@@ -199,6 +210,21 @@ impl Host {
         }
         Ok(speeds)
     }
+}
+
+/// Refuses to restore a whole cluster in place of a VM of its name.
+fn check_only(manifest: &Manifest) -> Result<(), HostError> {
+    let (group, number) = (&manifest.group, manifest.number);
+    if matches!(&manifest.members[..], [one] if GroupName::from(&one.name) == *group) {
+        return Ok(());
+    }
+    let members: Vec<&str> = manifest.members.iter().map(|entry| &*entry.name).collect();
+    let message = format!(
+        "snapshot {number} of {group} is a cluster's of that name, of {}: `understudy cluster restore \
+         {group}@{number}` restores all of it",
+        members.join(", ")
+    );
+    Err(HostError::new(ErrorKind::Conflict, message))
 }
 
 /// The host that runs a VM, and the bytes of its memory.
@@ -333,4 +359,39 @@ fn worn_out(group: &GroupName) -> HostError {
          arbiter's record cluster.{group} (docs/FILES.md), with nothing of the group running"
     );
     HostError::new(ErrorKind::Conflict, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use understudy_protocol::literal;
+    use understudy_snapshot::{Blob, Compression, MemberEntry};
+
+    /// Regression: all of it was restored, onto the host that was asked for one VM.
+    #[test]
+    fn a_cluster_is_not_restored_in_place_of_a_vm() {
+        let entry = |name| MemberEntry {
+            name,
+            host: literal("a"),
+            memory: 64 << 20,
+            part: Blob::default(),
+        };
+        let check = |members: &[&'static str]| {
+            check_only(&Manifest {
+                group: literal("db"),
+                number: SnapshotNumber(3),
+                label: None,
+                taken_at: 0,
+                incarnation: Incarnation(0),
+                compression: Compression::Lz4,
+                members: members.iter().map(|&name| entry(literal(name))).collect(),
+                crossings: vec![],
+            })
+        };
+        assert!(check(&["db"]).is_ok());
+        for members in [&["db", "web"][..], &["web"]] {
+            let refused = check(members).unwrap_err();
+            assert!(refused.message.contains("cluster restore db@3"), "{refused}");
+        }
+    }
 }

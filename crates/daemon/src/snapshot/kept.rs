@@ -66,6 +66,10 @@ impl KeptRestore {
         }
     }
 
+    fn is_over(&self) -> bool {
+        matches!(lock(&self.state).way, Way::Over(_))
+    }
+
     fn report(&self, state: &State, report: Report) {
         (state.reply)(ToCoordinator::Restore(self.member, report));
     }
@@ -110,25 +114,36 @@ impl Host {
         let begins = matches!(order, Order::Load { .. }) && self.orphans.why(&vm).is_none();
         let by_itself = task.group.vms.len() == 1 && self.group_of(&vm).is_none();
         let may_begin = begins && by_itself && self.starts_in_keeper(&vm);
-        let (restore, is_known) = {
-            let kept = &mut self.snapshots.known.lock().kept;
-            match kept.get(&vm).filter(|known| known.id == task.id) {
-                Some(known) => (known.clone(), true),
-                None if !may_begin => return Some((task, order)),
-                None => {
-                    let restore = KeptRestore::new(&task, reply);
-                    kept.insert(vm, restore.clone());
-                    (restore, false)
+        loop {
+            let former = self.snapshots.known.lock().kept.get(&vm).cloned();
+            match &former {
+                Some(known) if known.id == task.id => {
+                    known.tell(task, order, reply);
+                    return None;
                 }
+                _ if !may_begin => return Some((task, order)),
+                // Its keeper is there, and gets its orders over this way alone.
+                Some(former) if !former.is_over() && self.keeper_of(&vm).is_some() => {
+                    let why = "a keeper of it, which restores it or has restored it, is there: stop it first";
+                    let failed = Report::Failed { why: why.to_owned() };
+                    reply(ToCoordinator::Restore(task.member, failed));
+                    return None;
+                }
+                _ => {}
             }
-        };
-        if is_known {
-            restore.tell(task, order, reply);
-        } else {
-            let host = Arc::downgrade(self);
-            spawn_for_request("restore-kept", move || run(&host, &restore, task, order));
+            let restore = KeptRestore::new(&task, reply);
+            let is_first = {
+                let kept = &mut self.snapshots.known.lock().kept;
+                // Else yet another one has come meanwhile.
+                let same = kept.get(&vm).map(Arc::as_ptr) == former.as_ref().map(Arc::as_ptr);
+                same.then(|| kept.insert(vm.clone(), restore.clone())).is_some()
+            };
+            if is_first {
+                let host = Arc::downgrade(self);
+                spawn_for_request("restore-kept", move || run(&host, &restore, task, order));
+                return None;
+            }
         }
-        None
     }
 
     /// Starts a keeper that is to restore its VM.

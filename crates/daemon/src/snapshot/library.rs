@@ -47,13 +47,7 @@ impl Host {
         store: Option<&str>,
         force: bool,
     ) -> Result<DeleteReport, HostError> {
-        let store = self.open_store(group, store)?;
-        if force {
-            let forgotten = store.forget_readers(group, number);
-            forgotten.map_err(|error| store_error("", error))?;
-        }
-        let swept = store.remove(group, number, unix_now());
-        let chunks = match swept.map_err(|error| store_error("", error))? {
+        let chunks = match self.remove_snapshot(group, number, store, force)? {
             Swept::Removed(chunks) => format!("{chunks} chunks were removed with it"),
             Swept::Later => {
                 "its chunks are removed later: a snapshot is being written, or was when its \
@@ -63,6 +57,25 @@ impl Host {
             Swept::Kept(why) => format!("no chunk was removed: {why}"),
         };
         Ok(DeleteReport { group: group.to_owned(), number, chunks })
+    }
+
+    /// The same; what has become of its chunks.
+    pub(super) fn remove_snapshot(
+        &self,
+        group: &GroupName,
+        number: SnapshotNumber,
+        store: Option<&str>,
+        force: bool,
+    ) -> Result<Swept, HostError> {
+        let store = self.open_store(group, store)?;
+        if force {
+            let forgotten = store.forget_readers(group, number);
+            forgotten.map_err(|error| store_error("", error))?;
+        }
+        let swept = store.remove(group, number, unix_now());
+        let swept = swept.map_err(|error| store_error("", error))?;
+        self.note_swept(&store.location(), &swept);
+        Ok(swept)
     }
 
     /// Reads and checks all of a snapshot, the last one without a number.

@@ -6,11 +6,10 @@ use crate::host::Host;
 use anyhow::bail;
 use crossbeam_channel::{Receiver, Sender};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
-use understudy_cluster::Stopped;
+use understudy_cluster::Stop;
 use understudy_cluster::messages::GroupPlaces;
 use understudy_machine::Machine;
 use understudy_protocol::Generation;
@@ -120,14 +119,10 @@ impl MemberSeat {
     }
 
     /// The frames in flight to the member.
-    pub fn log(
-        &self,
-        complete: &Receiver<()>,
-        stop: &AtomicBool,
-    ) -> anyhow::Result<Vec<InFlightFrame>> {
+    pub fn log(&self, complete: &Receiver<()>, stop: &Stop) -> anyhow::Result<Vec<InFlightFrame>> {
         let deadline = Instant::now() + ARRIVED;
         while complete.recv_timeout(LOOK).is_err() {
-            Stopped::check(stop)?;
+            stop.check()?;
             if Instant::now() > deadline {
                 let lacks = self.seat().lacks().unwrap_or_else(|| "all are connected".into());
                 bail!("frames that were in flight to it did not come to an end: {lacks}");

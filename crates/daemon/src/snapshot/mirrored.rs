@@ -8,10 +8,9 @@ use crate::host::Host;
 use anyhow::{Context, bail};
 use crossbeam_channel::{Receiver, RecvTimeoutError};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 use tracing::info;
-use understudy_cluster::Stopped;
+use understudy_cluster::Stop;
 use understudy_cluster::messages::{KeepOrder, Kept, KeptImage, TakeTask};
 use understudy_cluster::part::{Content, put_part};
 use understudy_machine::Machine;
@@ -92,7 +91,7 @@ impl MirroredCapture {
     }
 
     /// The backup stores it.
-    pub fn save(mut self, stop: &AtomicBool) -> anyhow::Result<Part> {
+    pub fn save(mut self, stop: &Stop) -> anyhow::Result<Part> {
         let KeptImage { mut areas, device_state, working_set } = self.await_image(stop)?;
         self.answer = None;
         let log = match (&self.seat, &self.complete) {
@@ -121,11 +120,11 @@ impl MirroredCapture {
         put_part(&self.store, &self.task, &self.machine, qemu, &log, content)
     }
 
-    fn await_image(&self, stop: &AtomicBool) -> anyhow::Result<KeptImage> {
+    fn await_image(&self, stop: &Stop) -> anyhow::Result<KeptImage> {
         let (vm, peer) = (self.task.vm(), &self.session.peer);
         let answer = self.answer.as_ref().context("it was not taken")?;
         loop {
-            Stopped::check(stop)?;
+            stop.check()?;
             match answer.recv_timeout(LOOK) {
                 Ok(Kept { image, .. }) => {
                     return image.map_err(|why| anyhow::anyhow!("host {peer}, its backup: {why}"));

@@ -9,6 +9,8 @@
 //! | [`library`] | what is in a store: list, delete, verify |
 //! | [`reading`] | the mark of a restore, which keeps others from deleting what it reads |
 //! | [`member`] | a VM's seat at its cluster's network, and its cut |
+//! | [`used_stores`] | which stores this host has used, and does not make anew |
+//! | [`unswept`] | stores from which nothing is removed any more |
 //! | [`sampling`] | working sets in normal running |
 //! | [`schedule`] | snapshots that are taken by themselves |
 //! | [`decision`] | whether restored members stay, by the arbiter |
@@ -43,6 +45,8 @@ mod sampling;
 mod schedule;
 mod take;
 mod taker;
+mod unswept;
+mod used_stores;
 
 pub(crate) use adopt::RestoreNote;
 pub(crate) use exchange::serve;
@@ -61,6 +65,7 @@ use take::Taking;
 use understudy_report::FillReport;
 use understudy_snapshot::{Incarnation, SnapshotNumber};
 use understudy_threads::Common;
+use unswept::Unswept;
 
 /// Bytes that a store gives in a second, as long as nothing was read from it.
 const ASSUMED_SPEED: u64 = 100_000_000;
@@ -90,6 +95,7 @@ struct Known {
     members: BTreeMap<VmName, Arc<MemberSeat>>,
     /// The last number and incarnation of each group that this host has heard of.
     groups: BTreeMap<GroupName, (SnapshotNumber, Incarnation)>,
+    unswept: Unswept,
 }
 
 impl Snapshots {

@@ -17,7 +17,9 @@ use understudy_replication::clock;
 use understudy_replication::moments::pass;
 use understudy_report::cluster::FillReport;
 use understudy_report::events::EventKind;
-use understudy_snapshot::{Cohort, CohortAction, CohortEvent, Decision, Order};
+use understudy_snapshot::{
+    Cohort, CohortAction, CohortEvent, CohortPhase, Decision, Former, Order,
+};
 use understudy_threads::Waitable;
 
 /// Time after which a cohort looks again whether its coordinator has been silent for too long, and
@@ -53,14 +55,18 @@ impl Host {
     pub(super) fn restore_order(self: &Arc<Self>, task: RestoreTask, order: Order, reply: &Reply) {
         self.snapshots.note_number(&task.group.name, task.number);
         let Some((task, order)) = self.hand_on(task, order, reply) else { return };
-        let Some(restoring) = self.restoring(&task, &order, reply) else {
-            // Else it is not known yet what becomes of it.
-            if self.orphans.why(task.vm()).is_none() {
-                let why = "its host knows nothing of the restore: was its daemon restarted?";
-                let report = understudy_snapshot::Report::Failed { why: why.to_owned() };
-                reply(ToCoordinator::Restore(task.member, report));
+        let failed = |why: &str| {
+            let report = understudy_snapshot::Report::Failed { why: why.to_owned() };
+            reply(ToCoordinator::Restore(task.member, report));
+        };
+        let restoring = match self.restoring(&task, &order, reply) {
+            Ok(Some(restoring)) => restoring,
+            // It is not known yet what becomes of it.
+            Ok(None) if self.orphans.why(task.vm()).is_some() => return,
+            Ok(None) => {
+                return failed("its host knows nothing of the restore: was its daemon restarted?");
             }
-            return;
+            Err(why) => return failed(why),
         };
         let mut state = restoring.state.lock();
         state.reply = reply.clone();
@@ -68,29 +74,31 @@ impl Host {
     }
 
     /// The restore that an order is about. One that was told of before this daemon began, or is
-    /// long over, is not begun again.
+    /// long over, is not begun again; one that another must not give way to is refused.
     fn restoring(
         self: &Arc<Self>,
         task: &RestoreTask,
         order: &Order,
         reply: &Reply,
-    ) -> Option<Arc<Restoring>> {
-        let (begun, former) = {
-            let restorings = &mut self.snapshots.known.lock().restorings;
-            match (restorings.get(task.vm()), order) {
-                (Some(known), _) if known.task.id == task.id => return Some(known.clone()),
-                (_, Order::Load { .. }) => {
-                    let begun = Restoring::new(self, task.clone(), reply);
-                    let former = restorings.insert(task.vm().to_owned(), begun.clone());
-                    (begun, former)
-                }
-                (_, Order::Start | Order::Settle | Order::Abort) => return None,
+    ) -> Result<Option<Arc<Restoring>>, &'static str> {
+        loop {
+            let former = self.snapshots.known.lock().restorings.get(task.vm()).cloned();
+            match (&former, order) {
+                (Some(known), _) if known.task.id == task.id => return Ok(former),
+                (_, Order::Load { .. }) => {}
+                (_, Order::Start | Order::Settle | Order::Abort) => return Ok(None),
             }
-        };
-        if let Some(former) = former {
-            former.forget();
+            if let Some(former) = &former {
+                former.give_way(self, task)?;
+            }
+            let begun = Restoring::new(self, task.clone(), reply);
+            let restorings = &mut self.snapshots.known.lock().restorings;
+            // Else yet another one has come meanwhile.
+            if restorings.get(task.vm()).map(Arc::as_ptr) == former.as_ref().map(Arc::as_ptr) {
+                restorings.insert(task.vm().to_owned(), begun.clone());
+                return Ok(Some(begun));
+            }
         }
-        Some(begun)
     }
 }
 
@@ -158,16 +166,36 @@ impl Restoring {
         !self.state.lock().cohort.is_over()
     }
 
-    /// Another restore of the VM has begun: its former VM is gone.
-    fn forget(self: &Arc<Self>) {
-        self.event(CohortEvent::Failed("another restore of the VM has begun".into()));
-        self.stop.store(true, Ordering::Release);
+    /// Ends, as another restore of the VM begins; refuses that one if it must not.
+    fn give_way(self: &Arc<Self>, host: &Host, other: &RestoreTask) -> Result<(), &'static str> {
+        let started = matches!(
+            self.state.lock().cohort.phase(),
+            CohortPhase::Running | CohortPhase::Restored
+        );
+        // Asked with nothing locked. One that had not started then has its VM if it has now.
+        let has_vm = !started || self.has_vm(host);
         let mut state = self.state.lock();
+        let former = Former {
+            group: &self.task.group.name,
+            incarnation: self.task.incarnation,
+            phase: state.cohort.phase(),
+            has_vm,
+        };
+        former.check_replaceable(&other.group.name, other.incarnation)?;
+        self.handle(&mut state, CohortEvent::Failed("another restore of the VM has begun".into()));
+        self.stop.store(true, Ordering::Release);
         let disks = std::mem::take(&mut state.disks);
         state.filler = None;
         drop(state);
         // Ending its threads takes a moment.
         drop(disks);
+        Ok(())
+    }
+
+    /// Whether the VM that it started runs here.
+    fn has_vm(&self, host: &Host) -> bool {
+        let Ok(vm) = host.primary(self.task.vm()) else { return false };
+        vm.restored_by().as_ref() == Some(&self.task.id) && vm.machine().is_alive()
     }
 
     fn event(self: &Arc<Self>, event: CohortEvent) {

@@ -10,13 +10,20 @@ use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_protocol::GroupName;
 use understudy_report::cluster::SnapshotRequest;
-use understudy_report::error::HostError;
+use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
 use understudy_snapshot::{Manifest, Retention};
 
 /// Time after which it is looked again whether a snapshot is due: a daemon that ends is not held up
 /// for long.
 const LOOK: Duration = Duration::from_secs(1);
+
+/// Time that a daemon which has just begun has to start VMs before a snapshot that is overdue is
+/// taken.
+const FIRST: Duration = Duration::from_secs(60);
+
+/// Pause before one that something was in the way of is tried again.
+const AGAIN: Duration = Duration::from_secs(60);
 
 /// One thread for each cluster that has a schedule.
 pub(crate) fn start(host: &Arc<Host>) {
@@ -30,15 +37,20 @@ pub(crate) fn start(host: &Arc<Host>) {
 
 fn run(host: &Weak<Host>, name: &GroupName, cluster: &ClusterConfig) {
     let Some(schedule) = cluster.schedule else { return };
-    let mut due = Instant::now() + schedule.every;
+    let Some(newest) = host.upgrade().map(|host| host.newest_taken(name)) else { return };
+    let first = first_wait(newest, unix_now(), schedule.every);
+    let mut timetable = Timetable::new(Instant::now() + first, schedule.every);
     loop {
         thread::sleep(LOOK.min(schedule.every));
         let Some(host) = host.upgrade().filter(|host| !host.is_closing()) else { return };
-        if Instant::now() < due {
+        if !timetable.begins(Instant::now()) {
             continue;
         }
-        due = Instant::now() + schedule.every;
         if let Err(error) = host.snapshot_cluster(name, &SnapshotRequest::default()) {
+            if error.kind == ErrorKind::Conflict && timetable.put_off(Instant::now()) {
+                info!("the snapshot of {name} that is due is tried again in a minute: {error}");
+                continue;
+            }
             let (group, reason) = (name.clone(), error.to_string());
             host.events.record(EventKind::SnapshotFailed { group, reason });
             continue;
@@ -49,7 +61,64 @@ fn run(host: &Weak<Host>, name: &GroupName, cluster: &ClusterConfig) {
     }
 }
 
+/// Time until the first snapshot of a daemon that begins, of a group whose newest was taken at that
+/// second since 1970: a daemon that is restarted again and again takes them, too.
+fn first_wait(newest: Option<u64>, now: u64, every: Duration) -> Duration {
+    let age = newest.map_or(every, |newest| Duration::from_secs(now.saturating_sub(newest)));
+    every.saturating_sub(age).max(every.min(FIRST))
+}
+
+/// When snapshots are due.
+struct Timetable {
+    every: Duration,
+    /// Beginning of the next period.
+    next: Instant,
+    /// Time of the next attempt: then, or before.
+    due: Instant,
+}
+
+impl Timetable {
+    fn new(first: Instant, every: Duration) -> Timetable {
+        Timetable { every, next: first, due: first }
+    }
+
+    /// Whether one is to be taken now.
+    fn begins(&mut self, now: Instant) -> bool {
+        let is_due = now >= self.due;
+        if is_due {
+            if now >= self.next {
+                self.next = now + self.every;
+            }
+            self.due = self.next;
+        }
+        is_due
+    }
+
+    /// What was in the way of it passes, as a sweep does: it is tried again, unless the next one is due before
+    /// that. Returns whether it is.
+    fn put_off(&mut self, now: Instant) -> bool {
+        let again = now + AGAIN;
+        let is_before = again < self.next;
+        if is_before {
+            self.due = again;
+        }
+        is_before
+    }
+}
+
 impl Host {
+    /// Time at which the newest snapshot of a group was taken; none if there is none that can be read.
+    fn newest_taken(&self, group: &GroupName) -> Option<u64> {
+        match self.snapshots_of(group, None) {
+            Ok(there) => there.iter().map(|one| one.taken_at).max(),
+            // The first attempt, which is due soon, says so where it is seen.
+            Err(error) => {
+                info!("when a snapshot of {group} was taken last is not known: {error}");
+                None
+            }
+        }
+    }
+
     /// Deletes the snapshots of a group that are not to be kept.
     fn expire(&self, group: &GroupName, retention: Retention) -> Result<(), HostError> {
         let store = self.open_store(group, None)?;
@@ -60,11 +129,51 @@ impl Host {
             there.into_iter().filter_map(|listed| listed.manifest.ok()).collect();
         for number in retention.expired(&readable, unix_now()) {
             // One that is being restored is deleted the next time.
-            match self.delete_snapshot(group, number, None, false) {
+            match self.remove_snapshot(group, number, None, false) {
+                // What hinders a sweep is recorded.
                 Ok(_) => info!("snapshot {number} of {group} was old, and is deleted"),
                 Err(error) => warn!("snapshot {number} of {group} is old: {error}"),
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Regression: a daemon that was restarted more often than that took none at all.
+    #[test]
+    fn a_schedule_goes_on_where_the_last_daemon_was_with_it() {
+        const HOUR: Duration = Duration::from_secs(3600);
+        let wait = |newest| first_wait(newest, 1_790_000_000, HOUR).as_secs();
+        assert_eq!(wait(Some(1_790_000_000 - 1800)), 1800, "half of it is over");
+        assert_eq!(wait(Some(1_790_000_000 - 3599)), 60, "VMs are being started");
+        assert_eq!(wait(Some(0)), 60, "overdue, or unreadable");
+        assert_eq!(wait(None), 60, "there is none yet");
+        assert_eq!(wait(Some(1_790_000_000 + 9999)), 3600, "taken by another clock");
+        let often = Duration::from_secs(60);
+        assert_eq!(first_wait(None, 1_790_000_000, often), often);
+    }
+    /// Regression: the next one was taken an hour later.
+    #[test]
+    fn a_snapshot_that_meets_a_sweep_is_taken_soon_after() {
+        let (start, minute) = (Instant::now(), Duration::from_secs(60));
+        let at = |minutes: u32| start + minutes * minute;
+        let mut timetable = Timetable::new(at(60), 60 * minute);
+        assert!(!timetable.begins(at(59)) && timetable.begins(at(60)));
+        for minutes in 60..119 {
+            assert!(!timetable.begins(at(minutes)), "at {minutes}");
+            assert!(timetable.put_off(at(minutes)), "at {minutes}");
+            if minutes < 118 {
+                assert!(timetable.begins(at(minutes + 1)), "a minute after {minutes}");
+            }
+        }
+        assert!(timetable.begins(at(119)) && !timetable.put_off(at(119)), "the next is due");
+        assert!(timetable.begins(at(120)) && !timetable.begins(at(179)), "it was taken");
+        assert!(timetable.begins(at(180)));
+        let mut often = Timetable::new(start, minute);
+        assert!(often.begins(start) && !often.put_off(start), "a minute is its period");
     }
 }

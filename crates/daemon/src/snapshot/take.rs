@@ -9,12 +9,12 @@ use crate::host::Host;
 use anyhow::{Context, bail};
 use crossbeam_channel::{Receiver, Sender};
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use tracing::error;
 use tracing::{info, warn};
+use understudy_cluster::Stop;
 use understudy_cluster::messages::{Reply, RestoreTask, TakeTask, ToCoordinator};
 use understudy_machine::Machine;
 use understudy_qemu::{CheckedDefinition, VmDefinition};
@@ -22,7 +22,7 @@ use understudy_replication::clock;
 use understudy_replication::moments::pass;
 use understudy_snapshot::{
     About, Compression, Part, SnapshotNumber, TakeAction, TakeCohort, TakeEvent, TakeOrder,
-    TakeReport,
+    TakeReport, TraceTime,
 };
 use understudy_threads::{Mutex, spawn};
 use understudy_threads::{lock, within};
@@ -55,7 +55,7 @@ struct State {
 
 /// The thread that takes a snapshot.
 struct Job {
-    stop: Arc<AtomicBool>,
+    stop: Arc<Stop>,
     now: Now,
 }
 
@@ -108,7 +108,7 @@ impl Image {
     }
 
     /// The part, and what makes it the base of the next one.
-    fn save(self, stop: &AtomicBool) -> anyhow::Result<(Part, Option<Saved>)> {
+    fn save(self, stop: &Stop) -> anyhow::Result<(Part, Option<Saved>)> {
         Ok(match self {
             Image::Own(capture) => capture.save(stop).map(|(part, saved)| (part, Some(saved)))?,
             Image::Mirrored(capture) => (capture.save(stop)?, None),
@@ -158,7 +158,7 @@ impl Host {
             member: restored.member,
             store: restored.store.clone(),
             compression: Compression::default(),
-            trace_ms: 0,
+            trace_ms: TraceTime::NONE,
             recency: false,
         };
         // Whoever orders a snapshot says where reports go.
@@ -248,22 +248,23 @@ impl Taking {
                 (Now::Order(now), told)
             }
         };
-        let stop = Arc::new(AtomicBool::new(false));
+        let stop = Arc::new(Stop::default());
         state.job = Some(Job { stop: stop.clone(), now });
         let (taking, task, base) = (self.clone(), state.task.clone(), state.base.clone());
         let former = state.thread.take();
+        let (ticking, work) = (self.clone(), stop.clone());
+        let tick = move || {
+            while lock(&ticking.state).is_busy() {
+                thread::sleep(TICK);
+                ticking.event(TakeEvent::Tick);
+                ticking.event(TakeEvent::Working(number, work.looks()));
+            }
+        };
         let take = move || {
             let start = Start { task: &task, number, base, seat };
             let taken = await_end(former).and_then(|()| taking.take(start, &told, &stop));
             if let Err(error) = taken {
                 taking.event(TakeEvent::Failed(number, format!("{error:#}")));
-            }
-        };
-        let ticking = self.clone();
-        let tick = move || {
-            while lock(&ticking.state).is_busy() {
-                thread::sleep(TICK);
-                ticking.event(TakeEvent::Tick);
             }
         };
         let (vm, Some(host)) = (state.task.vm(), self.host.upgrade()) else { return };
@@ -297,7 +298,7 @@ impl Taking {
         self: &Arc<Self>,
         start: Start<'_>,
         told: &Receiver<()>,
-        stop: &AtomicBool,
+        stop: &Stop,
     ) -> anyhow::Result<()> {
         let Some(host) = self.host.upgrade() else { return Ok(()) };
         let number = start.number;
@@ -333,7 +334,7 @@ impl State {
 
     fn end(&mut self, number: SnapshotNumber) {
         let Some(job) = self.job.take() else { return };
-        job.stop.store(true, Ordering::Release);
+        job.stop.say();
         if let Now::Cut(seat) = &job.now {
             seat.abandon(number);
         }

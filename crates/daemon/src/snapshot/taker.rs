@@ -6,7 +6,7 @@ use super::unix_now;
 use crate::containment::spawn_for_request;
 use crate::host::Host;
 use crossbeam_channel::{Receiver, Sender};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 use tracing::warn;
@@ -20,14 +20,12 @@ use understudy_snapshot::{
     StoreError, Taker, TakerAction, TakerEvent, TakerPhase, Writing,
 };
 
-/// Time for which first accesses are traced: the paper's seven seconds.
-const TRACE_MS: u64 = 7000;
-
 /// Pause before a store that did not answer is asked again whether a manifest is there.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
 
 /// Takes one snapshot.
 pub struct Coordinator {
+    host: Arc<Host>,
     store: Arc<Store>,
     task: TakeTask,
     label: Option<String>,
@@ -49,8 +47,8 @@ impl Coordinator {
         location: StoreAddress,
         request: &SnapshotRequest,
     ) -> Result<Coordinator, HostError> {
-        let store =
-            host.config.store_keys.create(&location).map_err(|error| store_error("", error))?;
+        let used = host.used_stores(&group)?;
+        let store = used.open_or_make(&host.config.store_keys, &location)?;
         let (events, heard) = crossbeam_channel::unbounded();
         let sender = events.clone();
         let reply: Reply = Arc::new(move |heard| {
@@ -65,11 +63,12 @@ impl Coordinator {
             member: Member(0),
             store: location,
             compression: request.compression,
-            trace_ms: request.trace_ms.unwrap_or(TRACE_MS),
+            trace_ms: request.trace_ms.unwrap_or_default(),
             recency: request.recency,
         };
         let (store, label) = (Arc::new(store), request.label.clone());
         Ok(Coordinator {
+            host: host.clone(),
             store,
             task,
             label,
@@ -118,17 +117,17 @@ impl Coordinator {
                 let manifest = self.manifest(number, parts);
                 let Some(writing) = self.writing.take() else { return };
                 let (store, events) = (self.store.clone(), self.events.clone());
+                let host = Arc::downgrade(&self.host);
                 spawn_for_request("publish", move || {
-                    let event = publish(&store, writing, &manifest);
+                    let event = publish(&host, &store, writing, &manifest);
                     // Nobody listens after the end.
                     let _ = events.send(event);
                 });
             }
             TakerAction::Discard => {
                 let Some(writing) = self.writing.take() else { return };
-                if let Err(error) = self.store.abandon(writing, unix_now()) {
-                    warn!("what was stored of a snapshot that was given up: {error}");
-                }
+                let abandoned = self.store.abandon(writing, unix_now());
+                self.host.note_abandoned(&self.store.location(), abandoned);
             }
         }
     }
@@ -163,8 +162,10 @@ impl Coordinator {
             }
             None => String::new(),
         };
+        // Of what failed at the very end the store may have kept something.
+        let left = failure.member.map_or("", |_| ", and nothing of it is left");
         let message = format!(
-            "snapshot {number} of {} was given up, and nothing of it is left; {} on: {who}{failure}",
+            "snapshot {number} of {} was given up{left}; {} on: {who}{failure}",
             group.name,
             if group.vms.len() == 1 { "the VM runs" } else { "the VMs run" },
         );
@@ -173,7 +174,7 @@ impl Coordinator {
 }
 
 /// Whether it is there is asked until the store says so: an error may come after the deed.
-fn publish(store: &Store, writing: Writing, manifest: &Manifest) -> TakerEvent {
+fn publish(host: &Weak<Host>, store: &Store, writing: Writing, manifest: &Manifest) -> TakerEvent {
     pass("snapshot-publishing");
     let (group, number) = (writing.group.clone(), writing.number);
     let Err(error) = store.publish(writing.clone(), manifest) else { return TakerEvent::Published };
@@ -187,8 +188,9 @@ fn publish(store: &Store, writing: Writing, manifest: &Manifest) -> TakerEvent {
             }
             // None, or another's of its number.
             Ok(_) | Err(StoreError::NoSnapshot { .. } | StoreError::NoSnapshots(_)) => {
-                if let Err(error) = store.abandon(writing, unix_now()) {
-                    warn!("what was stored of a snapshot that was given up: {error}");
+                let abandoned = store.abandon(writing, unix_now());
+                if let Some(host) = host.upgrade() {
+                    host.note_abandoned(&store.location(), abandoned);
                 }
                 return TakerEvent::NotPublished(error.to_string());
             }

@@ -36,7 +36,7 @@ use crate::NotUnderstood;
 use anyhow::{Context, ensure};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -152,6 +152,30 @@ impl Custody {
     }
 }
 
+/// What it means that nothing was got from a custodian.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unfound {
+    /// Nobody listens there: it has ended, and QEMU with it.
+    Ended,
+    /// This program never will get it: another version may.
+    Never,
+    /// It may the next time: the custodian did not answer in time, or this process had no descriptor left.
+    Later,
+}
+
+impl Unfound {
+    /// By the error of [`Custody::of_another`], or of reading the note that came with it.
+    pub fn of(error: &anyhow::Error) -> Unfound {
+        if error.is::<NotUnderstood>() {
+            return Unfound::Never;
+        }
+        match error.downcast_ref().map(io::Error::kind) {
+            Some(io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound) => Unfound::Ended,
+            _ => Unfound::Later,
+        }
+    }
+}
+
 impl Drop for Custody {
     fn drop(&mut self) {
         if self.is_left {
@@ -163,5 +187,32 @@ impl Drop for Custody {
         if let Some(Err(error)) = self.child.as_mut().map(Child::wait) {
             warn!("cannot wait for the end of a custodian: {error}");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::anyhow;
+
+    /// Regression: one that took too long counted as another version's, and its guest stood still for good.
+    #[test]
+    fn a_custodian_that_does_not_answer_is_asked_again() {
+        let of = |error: io::Error| Unfound::of(&anyhow::Error::from(error).context("it says"));
+        assert_eq!(of(io::ErrorKind::ConnectionRefused.into()), Unfound::Ended);
+        assert_eq!(of(io::ErrorKind::NotFound.into()), Unfound::Ended);
+        for later in
+            [io::ErrorKind::WouldBlock, io::ErrorKind::TimedOut, io::ErrorKind::UnexpectedEof]
+        {
+            assert_eq!(of(later.into()), Unfound::Later, "{later}");
+        }
+        assert_eq!(of(io::Error::from_raw_os_error(24)), Unfound::Later, "no descriptor is left");
+        assert_eq!(Unfound::of(&anyhow!("whatever")), Unfound::Later);
+        let unknown = serde_json::from_str::<Estate>("{}").map(drop);
+        let unknown = unknown.context(NotUnderstood("what it keeps is unknown".to_owned()));
+        assert_eq!(Unfound::of(&unknown.unwrap_err()), Unfound::Never);
+        let directory = tempfile::tempdir().unwrap();
+        let nobody = Custody::of_another(&directory.path().join("nobody")).map(drop).unwrap_err();
+        assert_eq!(Unfound::of(&nobody), Unfound::Ended);
     }
 }

@@ -51,7 +51,7 @@ fn pieces<'a>(stuff: &Stuff, parts: &'a [&'a [u8]]) -> Vec<Piece<'a>> {
         number: SnapshotNumber(number),
         store: "/srv/snapshots".parse().unwrap(),
         compression: Default::default(),
-        trace_ms: index.into(),
+        trace_ms: u64::from(index % 60_000).try_into().unwrap(),
     };
     vec![
         Piece::Pages(PageBatch::encoded(parts)),

@@ -165,7 +165,7 @@ impl Session {
 mod tests {
     use super::*;
     use understudy_protocol::literal;
-    use understudy_snapshot::Compression;
+    use understudy_snapshot::{Compression, TraceTime};
 
     fn order(group: &'static str, number: u64) -> KeepOrder {
         KeepOrder {
@@ -173,7 +173,7 @@ mod tests {
             number: SnapshotNumber(number),
             store: "/srv/snapshots".parse().unwrap(),
             compression: Compression::None,
-            trace_ms: 0,
+            trace_ms: TraceTime::NONE,
         }
     }
 

@@ -221,6 +221,13 @@ pub enum EventKind {
         /// The reason.
         reason: String,
     },
+    /// Nothing is removed from a snapshot store any more, whatever is deleted.
+    NotSwept {
+        /// The store.
+        store: String,
+        /// The reason.
+        reason: String,
+    },
     /// The VM runs as of a snapshot.
     Restored {
         /// The VM or group that was restored.
@@ -274,7 +281,8 @@ impl EventKind {
             | WrongTokens { .. }
             | GuestPanicked
             | StoodStill { .. }
-            | SnapshotFailed { .. } => Severity::Warning,
+            | SnapshotFailed { .. }
+            | NotSwept { .. } => Severity::Warning,
             ProtectionLost { .. }
             | TakeOverFailed { .. }
             | Fenced { .. }
@@ -400,6 +408,11 @@ impl fmt::Display for EventKind {
             SnapshotFailed { group, reason } => {
                 write!(f, "the snapshot of {group} that was due: {reason}")
             }
+            NotSwept { store, reason } => write!(
+                f,
+                "nothing is removed from the snapshot store {store} any more: {reason}; delete that \
+                 snapshot, or have the version that can read it see to the store"
+            ),
             Restored { group, number } => write!(f, "runs as of snapshot {number} of {group}"),
             WrongTokens { from } => write!(
                 f,

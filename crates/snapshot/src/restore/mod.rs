@@ -21,9 +21,11 @@
 
 mod cohort;
 mod coordinator;
+mod former;
 
 pub use cohort::{Cohort, CohortAction, CohortEvent, CohortPhase};
 pub use coordinator::{Line, RestoreAction, RestoreEvent, RestorePhase, Restorer};
+pub use former::Former;
 
 use serde::{Deserialize, Serialize};
 

@@ -2,7 +2,7 @@
 
 use super::{About, Part, TakeOrder, TakeReport};
 use crate::SnapshotNumber;
-use crate::contact::{SILENCE, Silence};
+use crate::contact::{SILENCE, STANDSTILL, Silence, Standstill};
 use understudy_protocol::Time;
 
 /// An event that happens to a cohort.
@@ -18,6 +18,8 @@ pub enum TakeEvent {
     Saved(SnapshotNumber, Part),
     /// The member cannot go on, for this reason.
     Failed(SnapshotNumber, String),
+    /// Whoever prepares, takes and saves has done so much by now. Said once a second or more often.
+    Working(SnapshotNumber, u64),
     /// Time has passed.
     Tick,
 }
@@ -69,12 +71,14 @@ pub struct TakeCohort {
     number: SnapshotNumber,
     phase: TakeCohortPhase,
     silence: Silence,
+    standstill: Standstill,
 }
 
 impl TakeCohort {
     /// Creates one for a member whose group's last snapshot, taken or given up, has this number.
     pub fn new(number: SnapshotNumber, now: Time) -> TakeCohort {
-        TakeCohort { number, phase: TakeCohortPhase::Idle, silence: Silence::new(now) }
+        let (silence, standstill) = (Silence::new(now), Standstill::new(now));
+        TakeCohort { number, phase: TakeCohortPhase::Idle, silence, standstill }
     }
 
     /// The phase in which it is.
@@ -114,6 +118,16 @@ impl TakeCohort {
             (TakeEvent::Failed(number, why), _) if number == own && self.is_busy() => {
                 self.fail(why, actions);
             }
+            (TakeEvent::Working(number, done), Preparing | Taking { .. })
+                if number == own && self.standstill.look(now, done) =>
+            {
+                let standstill = STANDSTILL.as_secs();
+                let why = format!(
+                    "its host has got nowhere with it for {standstill} s: the store or a disk does \
+                     not answer"
+                );
+                self.fail(why, actions);
+            }
             (TakeEvent::Tick, _) if self.is_busy() && self.silence.look(now) => {
                 let silence = SILENCE.as_secs();
                 self.fail(format!("the coordinator was silent for {silence} s"), actions);
@@ -131,7 +145,8 @@ impl TakeCohort {
     ) {
         use TakeCohortPhase::{Abandoned, Committed, Prepared, Preparing, Saved, Taking};
         if number < self.number {
-            return;
+            let why = format!("snapshot {} has begun since", self.number);
+            return refuse(number, order, why, actions);
         }
         if number > self.number {
             return self.other(now, number, order, actions);
@@ -155,7 +170,8 @@ impl TakeCohort {
         }
     }
 
-    /// A snapshot after the one that this cohort knows: what was going on is over.
+    /// A snapshot after the one that this cohort knows: what was going on is over, unless its coordinator
+    /// is still heard.
     fn other(
         &mut self,
         now: Time,
@@ -164,10 +180,15 @@ impl TakeCohort {
         actions: &mut Vec<TakeAction>,
     ) {
         if self.is_busy() {
+            if self.silence.is_short(now) {
+                let why = format!("snapshot {} is being taken: try again after that", self.number);
+                return refuse(number, order, why, actions);
+            }
             actions.push(TakeAction::Discard(self.number));
         }
         self.number = number;
         self.silence.end(now);
+        self.standstill = Standstill::new(now);
         match order {
             TakeOrder::Prepare => {
                 actions.push(TakeAction::Prepare(number));
@@ -217,4 +238,13 @@ impl TakeCohort {
         use TakeCohortPhase::{Prepared, Preparing, Saved, Taking};
         matches!(self.phase, Preparing | Prepared | Taking { .. } | Saved(_))
     }
+}
+
+/// Answers an order about a snapshot that this member is not in.
+fn refuse(number: SnapshotNumber, order: TakeOrder, why: String, actions: &mut Vec<TakeAction>) {
+    let said = match order {
+        TakeOrder::Abandon => TakeReport::Abandoned,
+        TakeOrder::Prepare | TakeOrder::Take | TakeOrder::Commit => TakeReport::Failed { why },
+    };
+    actions.push(TakeAction::Report(About { number, said }));
 }

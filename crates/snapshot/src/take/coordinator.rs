@@ -1,9 +1,14 @@
 //! The coordinator of one snapshot.
 
 use super::{About, Part, TakeOrder, TakeReport};
-use crate::contact::{Contact, Failure};
+use crate::contact::{Contact, Failure, Standstill};
 use crate::{Member, SnapshotNumber};
+use std::time::Duration;
 use understudy_protocol::Time;
+
+/// Time in which a store has to say whether the manifest is there: its host looks for every chunk
+/// before. All members wait for that, and none can be protected.
+const PUBLISHED: Duration = Duration::from_secs(900);
 
 /// An event that happens to the snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -64,6 +69,7 @@ pub struct Taker {
     number: SnapshotNumber,
     members: Vec<State>,
     contact: Contact,
+    publishing: Standstill,
     phase: TakerPhase,
 }
 
@@ -79,6 +85,7 @@ impl Taker {
             number,
             members: vec![State::Preparing; members],
             contact: Contact::new(members, now),
+            publishing: Standstill::of(PUBLISHED, now),
             phase: TakerPhase::Preparing,
         };
         taker.send_all(actions);
@@ -188,6 +195,14 @@ impl Taker {
             if !over && self.contact.is_silent(member, now) {
                 self.lost(Failure::silent(member), actions);
             }
+        }
+        if self.phase == TakerPhase::Publishing && self.publishing.look(now, 0) {
+            let why = format!(
+                "the store has not said for {} s whether all of it is there; should it be, it is a \
+                 snapshot like any other, `understudy cluster snapshots` lists it",
+                PUBLISHED.as_secs()
+            );
+            self.give_up(Failure { member: None, why }, actions);
         }
         if self.contact.repeat(now) {
             self.send_all(actions);

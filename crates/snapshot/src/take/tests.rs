@@ -304,3 +304,98 @@ fn without_a_coordinator_the_members_give_up_and_run_on() {
     }
     assert!(given_up > 50, "{given_up}");
 }
+
+/// What became of a cohort that prepares, or takes, and whose coordinator is heard all the time;
+/// `done` says how much it has done by a second.
+fn after_seconds(takes: bool, seconds: u64, done: impl Fn(u64) -> u64) -> TakeCohortPhase {
+    let (number, start) = (SnapshotNumber(1), Time(Duration::from_secs(1)));
+    let order = |said| TakeEvent::Order(About { number, said });
+    let mut cohort = TakeCohort::new(SnapshotNumber(0), start);
+    let mut actions = Vec::new();
+    cohort.handle(start, order(TakeOrder::Prepare), &mut actions);
+    if takes {
+        cohort.handle(start, TakeEvent::Prepared(number), &mut actions);
+        cohort.handle(start, order(TakeOrder::Take), &mut actions);
+        cohort.handle(start, TakeEvent::Taken(number), &mut actions);
+    }
+    for second in 1..=seconds {
+        let now = start + Duration::from_secs(second);
+        cohort.handle(now, order(TakeOrder::Take), &mut actions);
+        cohort.handle(now, TakeEvent::Working(number, done(second)), &mut actions);
+        cohort.handle(now, TakeEvent::Tick, &mut actions);
+    }
+    let gave_up = actions.contains(&TakeAction::Discard(number));
+    assert_eq!(gave_up, matches!(cohort.phase(), TakeCohortPhase::Failed(_)));
+    cohort.phase().clone()
+}
+
+/// Regression: nobody could protect a VM whose store was on a mount that had gone.
+#[test]
+fn a_member_that_gets_nowhere_gives_up() {
+    let failed = |phase: &TakeCohortPhase| matches!(phase, TakeCohortPhase::Failed(_));
+    let a_little_each_minute = |second: u64| second / 60;
+    for takes in [false, true] {
+        assert!(!failed(&after_seconds(takes, 299, |_| 7)), "it may still go on");
+        let slow = after_seconds(takes, 7_200, a_little_each_minute);
+        assert!(!failed(&slow), "it goes on: {slow:?}");
+        let failed = after_seconds(takes, 302, |_| 7);
+        let TakeCohortPhase::Failed(why) = failed else { panic!("{failed:?}") };
+        assert!(why.contains("nowhere with it for 300 s"), "{why}");
+    }
+}
+
+/// Regression: the coordinator asked a store that was away for ever, and its members waited.
+#[test]
+fn a_store_that_never_says_whether_the_manifest_is_there_ends_the_snapshot() {
+    let (number, start) = (SnapshotNumber(1), Time(Duration::from_secs(1)));
+    let report = |said| TakerEvent::Report(Member(0), About { number, said });
+    let mut actions = Vec::new();
+    let mut taker = Taker::new(number, 1, start, &mut actions);
+    taker.handle(start, report(TakeReport::Prepared), &mut actions);
+    taker.handle(start, report(TakeReport::Saved(part())), &mut actions);
+    assert_eq!(*taker.phase(), TakerPhase::Publishing);
+    for second in 1..=901 {
+        assert!(second > 899 || *taker.phase() == TakerPhase::Publishing, "at {second} s");
+        let now = start + Duration::from_secs(second);
+        taker.handle(now, report(TakeReport::Saved(part())), &mut actions);
+        taker.handle(now, TakerEvent::Tick, &mut actions);
+    }
+    let TakerPhase::Failed(failure) = taker.phase() else { panic!("{:?}", taker.phase()) };
+    assert!(
+        failure.member.is_none() && failure.why.contains("has not said for 900 s"),
+        "{failure}"
+    );
+    taker.handle(start, report(TakeReport::Abandoned), &mut actions);
+    assert!(taker.is_over(), "the members are free");
+}
+
+/// Regression: the later one ended the earlier one, whose coordinator then spoke of a silent host.
+#[test]
+fn of_two_snapshots_the_later_one_is_refused_while_the_first_is_taken() {
+    let start = Time(Duration::from_secs(1));
+    let mut cohort = TakeCohort::new(SnapshotNumber(0), start);
+    let mut say = |ms: u64, number, said| {
+        let (mut actions, number) = (Vec::new(), SnapshotNumber(number));
+        let order = TakeEvent::Order(About { number, said });
+        cohort.handle(start + Duration::from_millis(ms), order, &mut actions);
+        actions
+    };
+    let answers = |actions: &[TakeAction], number, what: &str| {
+        let [TakeAction::Report(report)] = actions else { return false };
+        report.number == SnapshotNumber(number) && format!("{:?}", report.said).contains(what)
+    };
+    assert!(say(0, 3, TakeOrder::Prepare).contains(&TakeAction::Prepare(SnapshotNumber(3))));
+    for order in [TakeOrder::Prepare, TakeOrder::Take] {
+        assert!(answers(&say(900, 4, order), 4, "snapshot 3 is being taken"), "{order:?}");
+    }
+    assert!(answers(&say(900, 4, TakeOrder::Abandon), 4, "Abandoned"));
+    assert!(answers(&say(900, 3, TakeOrder::Prepare), 3, "Preparing"), "it goes on");
+    // Its coordinator is not there any more.
+    let begun = say(2_000, 5, TakeOrder::Prepare);
+    assert!(begun.contains(&TakeAction::Discard(SnapshotNumber(3))), "{begun:?}");
+    assert!(begun.contains(&TakeAction::Prepare(SnapshotNumber(5))), "{begun:?}");
+    for order in [TakeOrder::Prepare, TakeOrder::Take, TakeOrder::Commit] {
+        assert!(answers(&say(2_000, 3, order), 3, "snapshot 5 has begun since"), "{order:?}");
+    }
+    assert!(answers(&say(2_000, 3, TakeOrder::Abandon), 3, "Abandoned"));
+}

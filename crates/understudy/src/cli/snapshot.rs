@@ -2,10 +2,9 @@
 
 use clap::{Args, Subcommand};
 use std::str::FromStr;
-use std::time::Duration;
 use understudy_protocol::{GroupName, HostName, NameError};
 use understudy_report::cluster::{RestoreRequest, SnapshotRequest};
-use understudy_snapshot::{Compression, Mode, SnapshotNumber, WorkingSetFactor};
+use understudy_snapshot::{Compression, Mode, SnapshotNumber, TraceTime, WorkingSetFactor};
 
 pub(super) const CLUSTER_HELP: &str = "\
 A cluster is several VMs that are snapshotted, and restored, as one; each of its
@@ -96,17 +95,11 @@ pub struct SnapshotArgs {
     pub compression: Compression,
     /// Seconds, 0 to 60, for which the pages that the guest touches first are traced; they are loaded
     /// first at a restore.
-    #[arg(long, value_name = "SECONDS", default_value = "7", value_parser = trace)]
-    pub trace: Duration,
+    #[arg(long, value_name = "SECONDS", default_value = "7", value_parser = TraceTime::from_str)]
+    pub trace: TraceTime,
     /// Trace repeated accesses too, for `restore --mode working-set`.
     #[arg(long)]
     pub recency: bool,
-}
-
-/// Parses the time for which is traced.
-fn trace(text: &str) -> Result<Duration, String> {
-    let seconds = text.parse().ok().filter(|seconds| (0.0..=60.0).contains(seconds));
-    seconds.map(Duration::from_secs_f64).ok_or_else(|| "give seconds, 0 to 60".to_owned())
 }
 
 impl SnapshotArgs {
@@ -116,7 +109,7 @@ impl SnapshotArgs {
             store: self.store.clone(),
             label: self.label.clone(),
             compression: self.compression,
-            trace_ms: Some(self.trace.as_millis() as u64),
+            trace_ms: Some(self.trace),
             recency: self.recency,
         }
     }

@@ -53,8 +53,11 @@ impl Testbed {
     /// Takes the snapshot that is restored from then on.
     pub fn snapshot(&mut self) -> Result<Snapshot> {
         self.all("silence")?;
-        let request =
-            SnapshotRequest { recency: true, trace_ms: Some(TRACE_MS), ..Default::default() };
+        let request = SnapshotRequest {
+            recency: true,
+            trace_ms: Some(TRACE_MS.try_into()?),
+            ..Default::default()
+        };
         let (report, took_ms) = self.members.snapshot(request)?;
         self.number = Some(report.number);
         Ok(Snapshot { vms: self.members.count(), memory_mib: MEMORY_MIB, took_ms })

@@ -19,7 +19,7 @@ use understudy_lab::{SceneOptions, wait_for};
 use understudy_protocol::literal;
 use understudy_report::cluster::{RestoreRequest, SnapshotRequest};
 use understudy_report::traces::{RestoreTrace, SnapshotTrace};
-use understudy_snapshot::{Mode, SnapshotNumber};
+use understudy_snapshot::{Mode, SnapshotNumber, TraceTime};
 
 /// Time for a load to be what it is for long.
 const SETTLE: Duration = Duration::from_secs(3);
@@ -132,7 +132,7 @@ impl Testbed {
 }
 
 fn untraced() -> SnapshotRequest {
-    SnapshotRequest { trace_ms: Some(0), ..Default::default() }
+    SnapshotRequest { trace_ms: Some(TraceTime::NONE), ..Default::default() }
 }
 
 fn of(number: SnapshotNumber) -> RestoreRequest {
