@@ -118,10 +118,11 @@ impl Repairer {
     }
 
     /// The backup has not been able to take over for long; whether another one is to be looked for.
-    fn sick(&self, peer: &HostName, reason: &str) -> bool {
+    fn sick(&self, peer: &HostName, reason: &str, times: u32) -> bool {
         let wanted = self.wanted().is_some_and(|wish| wish.followed_by(&self.vm).is_none());
         if wanted {
-            self.tell(RepairEvent::Sick(peer.clone(), reason.to_owned()));
+            let (host, reason) = (peer.clone(), reason.to_owned());
+            self.tell(RepairEvent::Sick { host, reason, times });
         }
         wanted
     }
@@ -250,9 +251,9 @@ pub(crate) fn restore(host: &Arc<Host>, vm: &Arc<PrimaryVm>, reason: &str) -> bo
 /// What hears of a VM's backup that has not been able to take over for long. It waits for nothing.
 pub(crate) fn hearing_of_sick(host: &Arc<Host>, vm: &Arc<PrimaryVm>) -> TellSick {
     let (host, vm) = (Arc::downgrade(host), Arc::downgrade(vm));
-    Box::new(move |peer, reason| {
+    Box::new(move |peer, reason, times| {
         let (Some(host), Some(vm)) = (host.upgrade(), vm.upgrade()) else { return };
-        if vm.repairer.sick(peer, reason) {
+        if vm.repairer.sick(peer, reason, times) {
             start(&host, &vm);
         }
     })

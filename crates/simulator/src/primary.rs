@@ -69,6 +69,13 @@ pub struct Session {
     next_beat: Time,
 }
 
+impl Session {
+    /// All its connections, data first.
+    pub(crate) fn connections(&self) -> Vec<ConnectionId> {
+        [vec![self.data], self.ways.open()].concat()
+    }
+}
+
 impl World {
     /// The backup is ready: the first synchronisation begins.
     pub(crate) fn start_session(&mut self, host: HostId) {
@@ -121,6 +128,7 @@ impl World {
     pub(crate) fn primary_receives(&mut self, host: HostId, id: SessionId, message: &Message) {
         let now = self.now;
         let event = match message.header.kind {
+            Kind::Settled => PrimaryEvent::Whole(0),
             Kind::MayTakeOver => {
                 let words = String::from_utf8_lossy(&message.payload).into_owned();
                 let obstacle = Some(words).filter(|words| !words.is_empty());
@@ -130,7 +138,6 @@ impl World {
                 PrimaryEvent::MayTakeOver(obstacle)
             }
             Kind::Acknowledge => PrimaryEvent::Acknowledged(message.header.epoch),
-            Kind::Heartbeat => PrimaryEvent::Heard,
             Kind::StoodDown => PrimaryEvent::StoodDown(0),
             Kind::Live => PrimaryEvent::LiveElsewhere(Generation(message.header.epoch.0)),
             _ => PrimaryEvent::PeerGone("the backup gave up".to_owned()),
@@ -278,9 +285,9 @@ impl World {
                 }
                 Effect::BackupUnfit(_) => self.coverage.backups_unfit += 1,
                 Effect::BackupFit => {}
-                Effect::BackupSick(reason) => {
+                Effect::BackupSick { reason, times } => {
                     if let Some(session) = self.hosts[host.0].session(id) {
-                        let event = RepairEvent::Sick(session.peer.name(), reason);
+                        let event = RepairEvent::Sick { host: session.peer.name(), reason, times };
                         self.repair_event(host, event);
                     }
                 }
@@ -353,7 +360,7 @@ impl World {
 
     fn hang_up(&mut self, host: HostId, id: SessionId) {
         let Some(session) = self.hosts[host.0].session(id) else { return };
-        for connection in [vec![session.data], session.ways.open()].concat() {
+        for connection in session.connections() {
             self.close(host, connection);
         }
     }
