@@ -22,7 +22,7 @@ use understudy_protocol::wire::Kind;
 use understudy_protocol::{DiskIndex, Generation, Verdict};
 use understudy_qemu::definition::{CardDefinition, DiskDefinition, DiskFormat};
 use understudy_qemu::lockstep::{LogRole, obstacles};
-use understudy_qemu::{Accelerator, VmDefinition, build_id, peer_obstacle};
+use understudy_qemu::{Accelerator, Capabilities, Release, VmDefinition, build_id, peer_obstacle};
 use understudy_replication::handshake::{Offer, Purpose, Welcome};
 use understudy_replication::records::Record;
 use understudy_report::Mode;
@@ -161,10 +161,7 @@ impl Host {
     /// QEMU that records one.
     pub(crate) fn ask_to_follow(&self, vm: &PrimaryVm, to: &str) -> Result<(), HostError> {
         let (peer, addresses) = self.known_host(to)?;
-        let machine = vm.machine();
-        let records = machine.lockstep().is_some_and(|own| own.role == LogRole::Record);
-        // Else it goes on in the QEMU that is installed now.
-        let build = if records { machine.qemu_build() } else { self.installed_build()? };
+        let build = self.recording_build(&vm.machine())?;
         let ask = || -> anyhow::Result<Welcome> {
             let purpose = |_| Purpose::MayFollow { build: build.clone() };
             let (link, _) = self.identity.dial_first(&peer, &addresses, purpose)?;
@@ -175,12 +172,31 @@ impl Host {
         ask().map(drop).map_err(|error| refused(&what, &error))
     }
 
+    /// Refuses a guest whose QEMU this host's cannot go on for.
+    pub(crate) fn check_emulator(
+        &self,
+        theirs: &Release,
+        machine_type: &str,
+        processor: Option<&str>,
+    ) -> Result<(), HostError> {
+        self.check_installed()?;
+        goes_on_for(&self.capabilities, theirs, machine_type, processor)
+            .map_err(|message| HostError::new(ErrorKind::Invalid, message))
+    }
+
     /// Refuses to start anything in a QEMU of which nothing is known.
     pub(crate) fn check_installed(&self) -> Result<(), HostError> {
         match self.installed.obstacle() {
             None => Ok(()),
             Some(obstacle) => Err(HostError::new(ErrorKind::Invalid, obstacle)),
         }
+    }
+
+    /// Build of the QEMU that would record a machine's log.
+    pub(crate) fn recording_build(&self, machine: &Machine) -> Result<Option<String>, HostError> {
+        let records = machine.lockstep().is_some_and(|own| own.role == LogRole::Record);
+        // Else it goes on in the QEMU that is installed now.
+        if records { Ok(machine.qemu_build()) } else { self.installed_build() }
     }
 
     fn installed_build(&self) -> Result<Option<String>, HostError> {
@@ -377,6 +393,23 @@ impl Host {
             Verdict::Unreachable(reason) => Err(HostError::new(ErrorKind::Unreachable, reason)),
         }
     }
+}
+
+/// Why a QEMU cannot go on for another of this release, with such a machine and processor.
+fn goes_on_for(
+    ours: &Capabilities,
+    theirs: &Release,
+    machine_type: &str,
+    processor: Option<&str>,
+) -> Result<(), String> {
+    if let Err(unlike) = ours.release().compare(theirs) {
+        let (ours, theirs) = (ours.version, theirs.version);
+        return Err(format!("its QEMU is {ours}, the primary's is {theirs}: {unlike}"));
+    }
+    if !ours.machines.iter().any(|machine| machine.name == machine_type) {
+        return Err(format!("its QEMU has no machine type {machine_type}"));
+    }
+    ours.check_cpu(processor).map_err(|error| error.to_string())
 }
 
 /// Whether images are named in the place of newer ones. Disks that are added to those, or left out of them, replace none.

@@ -317,7 +317,7 @@ impl Host {
     }
 
     /// The QEMU that runs the machine, which the installed one may have replaced since.
-    fn release_of(&self, machine: &Machine) -> Release {
+    pub(crate) fn release_of(&self, machine: &Machine) -> Release {
         let version = machine.monitor().version();
         let installed = self.capabilities.release();
         let layout = installed.layout.filter(|_| version == installed.version);

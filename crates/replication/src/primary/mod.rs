@@ -39,6 +39,7 @@ mod watch;
 pub use epoch_room::EPOCH_DISK_BYTES;
 pub use group::CONDEMNED;
 pub use group::Group;
+pub use offer::used_bytes;
 pub use session::Session;
 pub use stance::Stance;
 pub use turn::Next;
