@@ -118,6 +118,16 @@ impl Etcd {
 
     /// Does all of it if each of these keys was last changed at its revision; whether it did.
     fn transact(&self, unchanged: &[(&str, i64)], requests: &[Value]) -> anyhow::Result<bool> {
+        self.transact_or(unchanged, requests, &[])
+    }
+
+    /// The same, or else all of `otherwise`.
+    fn transact_or(
+        &self,
+        unchanged: &[(&str, i64)],
+        requests: &[Value],
+        otherwise: &[Value],
+    ) -> anyhow::Result<bool> {
         let compare = |(key, revision): &(&str, i64)| {
             json!({
                 "key": self.encode(key), "target": "MOD", "result": "EQUAL",
@@ -125,7 +135,8 @@ impl Etcd {
             })
         };
         let compare: Vec<Value> = unchanged.iter().map(compare).collect();
-        let answer = self.call("kv/txn", &json!({ "compare": compare, "success": requests }))?;
+        let body = json!({ "compare": compare, "success": requests, "failure": otherwise });
+        let answer = self.call("kv/txn", &body)?;
         // The gateway leaves out what is false.
         Ok(answer["succeeded"] == true)
     }
@@ -139,7 +150,8 @@ impl Etcd {
     /// `key` was last changed at `revision`. It makes no revision of its own.
     pub fn rehearse(&self, key: &str, revision: i64, nothing: &str) -> anyhow::Result<bool> {
         let remove = json!({ "request_delete_range": { "key": self.encode(nothing) } });
-        self.transact(&[(key, revision)], &[remove])
+        let put = self.put_request(nothing, &true)?;
+        self.transact_or(&[(key, revision)], &[remove], &[put])
     }
 
     /// A new lease of `seconds`.

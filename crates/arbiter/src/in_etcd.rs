@@ -16,7 +16,7 @@ use understudy_protocol::{Generation, Ownership, Renewal, Verdict};
 const TRIES: usize = 3;
 
 const IDENTITY: &str = "/identity";
-/// Key that there never is.
+/// Key that there is not, but for a moment after a record changed while that was rehearsed.
 const NOTHING: &str = "/rehearsals";
 
 /// The records in one etcd cluster.
@@ -139,7 +139,7 @@ impl EtcdArbiter {
     }
 
     /// Does what a take-over does, but for the change: a transaction that a majority of the
-    /// cluster must agree on, and that compares the record's revision.
+    /// cluster must agree on, that compares the record's revision, and that a full cluster refuses.
     pub fn rehearse(&self, key: Key<'_>) -> Result<Option<Ownership>, Unreachable> {
         let Some(entry) = self.read(key)? else { return Ok(None) };
         match self.etcd.rehearse(&path(key), entry.revision, NOTHING).map_err(unanswered)? {
