@@ -74,17 +74,12 @@ impl EtcdArbiter {
         self.change_lease(key, of, None)
     }
 
-    /// The last renewals of all generations, oldest first.
-    pub fn renewals(&self, key: Key<'_>) -> Result<Vec<(Generation, Renewal)>, Unreachable> {
+    /// The generations whose owners keep a lease, or withdrew one.
+    pub fn tenures(&self, key: Key<'_>) -> Result<Vec<Generation>, Unreachable> {
         let folder = leases(key);
-        let found: Vec<Entry<Option<Renewal>>> = self.etcd.list(&folder).map_err(unanswered)?;
-        let of_generation = |entry: Entry<Option<Renewal>>| {
-            let of = entry.key.strip_prefix(&folder)?.parse().ok()?;
-            Some((Generation(of), entry.value?))
-        };
-        let mut renewals: Vec<_> = found.into_iter().filter_map(of_generation).collect();
-        renewals.sort_by_key(|(of, _)| *of);
-        Ok(renewals)
+        let found = self.etcd.keys(&folder).map_err(unanswered)?;
+        let generation = |key: &String| Some(Generation(key.strip_prefix(&folder)?.parse().ok()?));
+        Ok(found.iter().filter_map(generation).collect())
     }
 
     /// The version before this one withdrew a lease by a `null`.
