@@ -209,6 +209,7 @@ impl Host {
 
     /// A host that this one knows, with its addresses.
     pub(crate) fn known_host(&self, host: &str) -> Result<(HostName, Vec<SocketAddr>), HostError> {
+        let (asked, host) = (host, &*host.to_ascii_lowercase());
         let mut known = self.known_hosts();
         let mut unasked = String::new();
         if !known.contains_key(host) {
@@ -222,7 +223,7 @@ impl Host {
             let known: Vec<&str> = known.keys().map(HostName::as_str).collect();
             let known = known.join(", ");
             let message = format!(
-                "{host:?} is not a peer of this host, which knows: {known}; add it to [peers], or \
+                "{asked:?} is not a peer of this host, which knows: {known}; add it to [peers], or \
                  give both hosts the same etcd{unasked}"
             );
             HostError::new(ErrorKind::Invalid, message)
@@ -508,6 +509,34 @@ fn invalid(error: DiskError) -> HostError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    // Such a host was taken for one that would have the VM, and a backup given up for it.
+    #[test]
+    fn a_qemu_goes_on_for_one_whose_state_machine_and_processor_it_has() {
+        let machine = understudy_qemu::capabilities::Machine {
+            name: "pc-q35-10.0".to_owned(),
+            alias: Some("q35".to_owned()),
+        };
+        let ours = Capabilities {
+            binary: PathBuf::from("/usr/bin/qemu-system-x86_64"),
+            version: "10.0.2".parse().unwrap(),
+            layout: None,
+            machines: vec![machine],
+            cpus: vec!["max".to_owned()],
+            accelerators: vec![Accelerator::Tcg],
+            processor: None,
+        };
+        let asked = |version: &str, machine, processor| {
+            let theirs = Release { version: version.parse().unwrap(), layout: None };
+            goes_on_for(&ours, &theirs, machine, processor)
+        };
+        assert_eq!(asked("10.0.2", "pc-q35-10.0", Some("max")), Ok(()));
+        let series = asked("10.1.0", "pc-q35-10.0", None).unwrap_err();
+        assert!(series.contains("10.0.2, the primary's is 10.1.0"), "{series}");
+        let machine = asked("10.0.2", "pc-q35-9.2", None).unwrap_err();
+        assert!(machine.contains("no machine type"), "{machine}");
+        assert!(asked("10.0.2", "pc-q35-10.0", Some("Turin")).is_err());
+    }
 
     /// Any change was refused once a VM had been taken over.
     #[test]

@@ -31,7 +31,7 @@ impl Host {
         let vm = self.going_primary(name)?;
         let _protecting = lock(&vm.protecting);
         if let Some(session) = vm.active_session()
-            && session.peer == *request.to
+            && session.peer.eq_ignore_ascii_case(&request.to)
             && session.mode() != request.mode
         {
             self.turn(&vm, &session, &request)?;

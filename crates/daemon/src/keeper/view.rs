@@ -121,8 +121,14 @@ fn of_images(config: &HostConfig, vm: &VmName) -> Vec<PathBuf> {
 fn strange_keys(config: &HostConfig) -> Vec<PathBuf> {
     let tokens = config.api.iter().flat_map(|api| api.tokens.values().cloned());
     let Some(tls) = &config.tls else { return tokens.collect() };
-    let of_hosts = config.peers.keys().map(|host| format!("{host}.key"));
-    let keys = of_hosts.chain([CA_KEY.to_owned()]).map(|name| tls.ca.with_file_name(name));
+    let beside = tls.ca.parent().and_then(|directory| fs::read_dir(directory).ok());
+    let is_key = |path: &PathBuf| {
+        // Files have the case that somebody gave them.
+        let name = path.file_name().unwrap_or_default().to_ascii_lowercase();
+        let of_host = name.to_str().and_then(|name| name.strip_suffix(".key"));
+        name == CA_KEY || of_host.is_some_and(|host| config.peers.contains_key(host))
+    };
+    let keys = beside.into_iter().flatten().flatten().map(|entry| entry.path()).filter(is_key);
     keys.filter(|key| *key != tls.key).chain(tokens).collect()
 }
 
@@ -299,7 +305,7 @@ mod tests {
             ("pki/ca.pem", "public"),
             ("pki/ca.key", "the authority's"),
             ("pki/a.key", "own"),
-            ("pki/b.key", "another host's"),
+            ("pki/B.key", "another host's"),
         ] {
             fs::create_dir_all(place(file).parent().unwrap()).unwrap();
             fs::write(place(file), text).unwrap();
@@ -356,7 +362,7 @@ mod tests {
             for path in hidden {
                 assert_eq!(read(&place(path)), Err(IoErrorKind::NotFound), "{path}");
             }
-            for path in ["pki/ca.key", "pki/b.key"] {
+            for path in ["pki/ca.key", "pki/B.key"] {
                 assert_eq!(read(&place(path)), Err(IoErrorKind::PermissionDenied), "{path}");
             }
             for path in ["state/further", "state/arbiter.id"] {
