@@ -223,14 +223,27 @@ impl Arbiter {
         }
     }
 
-    /// The last renewals of all owners of a VM that kept a lease, oldest generation first, but for those that were withdrawn.
-    pub fn renewals(&self, vm: &VmName) -> Result<Vec<(Generation, Renewal)>, Unreachable> {
+    /// The last renewals of the owners of a VM that kept a lease, at one of these generations, oldest first, but for those that
+    /// were withdrawn. What others have left need not be readable.
+    pub fn renewals(
+        &self,
+        vm: &VmName,
+        is_meant: impl Fn(Generation) -> bool,
+    ) -> Result<Vec<(Generation, Renewal)>, Unreachable> {
         let _lent = lend();
         self.identify()?;
-        match &self.kind {
-            Kind::File(arbiter) => arbiter.renewals(vm.into()),
-            Kind::Etcd(arbiter) => arbiter.renewals(vm.into()),
+        let mut meant = match &self.kind {
+            Kind::File(arbiter) => arbiter.tenures(vm.into()),
+            Kind::Etcd(arbiter) => arbiter.tenures(vm.into()),
+        }?;
+        meant.retain(|of| is_meant(*of));
+        meant.sort();
+        let mut renewals = Vec::new();
+        for of in meant {
+            // It may have been withdrawn.
+            renewals.extend(self.renewal(vm, of)?.map(|renewal| (of, renewal)));
         }
+        Ok(renewals)
     }
 
     /// Renews or withdraws the lease of a VM that this host owns at `of`, then reads whether it

@@ -70,13 +70,24 @@ impl Etcd {
 
     /// Every entry whose key begins with `folder`.
     pub fn list<T: DeserializeOwned>(&self, folder: &str) -> anyhow::Result<Vec<Entry<T>>> {
+        let answer = self.call("kv/range", &self.range(folder)?)?;
+        self.entries(&answer["kvs"])
+    }
+
+    /// Every key that begins with `folder`, whatever its value is.
+    pub fn keys(&self, folder: &str) -> anyhow::Result<Vec<String>> {
+        let mut range = self.range(folder)?;
+        range["keys_only"] = json!(true);
+        let answer = self.call("kv/range", &range)?;
+        answer["kvs"].as_array().into_iter().flatten().map(|entry| self.key(entry)).collect()
+    }
+
+    fn range(&self, folder: &str) -> anyhow::Result<Value> {
         let mut end = format!("{}{folder}", self.prefix).into_bytes();
         // The first key behind all of the folder's; '/' is not the last byte there is.
         *end.last_mut().context("a folder has a name")? += 1;
         let end = BASE64_STANDARD.encode(end);
-        let answer =
-            self.call("kv/range", &json!({ "key": self.encode(folder), "range_end": end }))?;
-        self.entries(&answer["kvs"])
+        Ok(json!({ "key": self.encode(folder), "range_end": end }))
     }
 
     /// Puts `value` if the key was last changed at `revision` (0: if there is no
@@ -109,6 +120,16 @@ impl Etcd {
 
     /// Does all of it if each of these keys was last changed at its revision; whether it did.
     fn transact(&self, unchanged: &[(&str, i64)], requests: &[Value]) -> anyhow::Result<bool> {
+        self.transact_or(unchanged, requests, &[])
+    }
+
+    /// The same, or else all of `otherwise`.
+    fn transact_or(
+        &self,
+        unchanged: &[(&str, i64)],
+        requests: &[Value],
+        otherwise: &[Value],
+    ) -> anyhow::Result<bool> {
         let compare = |(key, revision): &(&str, i64)| {
             json!({
                 "key": self.encode(key), "target": "MOD", "result": "EQUAL",
@@ -116,7 +137,8 @@ impl Etcd {
             })
         };
         let compare: Vec<Value> = unchanged.iter().map(compare).collect();
-        let answer = self.call("kv/txn", &json!({ "compare": compare, "success": requests }))?;
+        let body = json!({ "compare": compare, "success": requests, "failure": otherwise });
+        let answer = self.call("kv/txn", &body)?;
         // The gateway leaves out what is false.
         Ok(answer["succeeded"] == true)
     }
@@ -127,10 +149,13 @@ impl Etcd {
     }
 
     /// The transaction of [`Etcd::swap`], which instead removes a key that is not there: whether
-    /// `key` was last changed at `revision`. It makes no revision of its own.
+    /// `key` was last changed at `revision`. It makes no revision of its own, of which etcd keeps every one until they are
+    /// compacted: it would put something if `key` had changed, and one that puts something is refused where etcd has no
+    /// space left, or the host no right to write, whichever way it goes.
     pub fn rehearse(&self, key: &str, revision: i64, nothing: &str) -> anyhow::Result<bool> {
         let remove = json!({ "request_delete_range": { "key": self.encode(nothing) } });
-        self.transact(&[(key, revision)], &[remove])
+        let put = self.put_request(nothing, &true)?;
+        self.transact_or(&[(key, revision)], &[remove], &[put])
     }
 
     /// A new lease of `seconds`.
@@ -166,16 +191,17 @@ impl Etcd {
     }
 
     fn entry<T: DeserializeOwned>(&self, entry: &Value) -> anyhow::Result<Entry<T>> {
-        let text = |field: &str| {
-            let encoded = entry[field].as_str().unwrap_or_default();
-            BASE64_STANDARD.decode(encoded).with_context(|| format!("malformed {field} from etcd"))
-        };
-        let key = String::from_utf8_lossy(&text("key")?).into_owned();
-        let value = serde_json::from_slice(&text("value")?)
-            .with_context(|| format!("etcd's value of {key} is not Understudy's"))?;
+        let key = self.key(entry)?;
+        let value = serde_json::from_slice(&decoded(entry, "value")?)
+            .with_context(|| format!("etcd's value of {}{key} is not Understudy's", self.prefix))?;
         let revision = integer(&entry["mod_revision"]).context("etcd named no revision")?;
-        let key = key.strip_prefix(&self.prefix).unwrap_or(&key).to_owned();
         Ok(Entry { key, value, revision })
+    }
+
+    /// An entry's key, without the prefix.
+    fn key(&self, entry: &Value) -> anyhow::Result<String> {
+        let key = String::from_utf8_lossy(&decoded(entry, "key")?).into_owned();
+        Ok(key.strip_prefix(&self.prefix).unwrap_or(&key).to_owned())
     }
 
     /// Asks the endpoints one after the other, beginning with the one that
@@ -209,6 +235,11 @@ impl Etcd {
         ensure!(status.is_success(), "HTTP status {status}: {}", words.unwrap_or("no reason"));
         Ok(answer)
     }
+}
+
+fn decoded(entry: &Value, field: &str) -> anyhow::Result<Vec<u8>> {
+    let encoded = entry[field].as_str().unwrap_or_default();
+    BASE64_STANDARD.decode(encoded).with_context(|| format!("malformed {field} from etcd"))
 }
 
 fn encode_value(value: &impl Serialize) -> anyhow::Result<String> {

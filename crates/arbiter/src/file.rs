@@ -78,8 +78,16 @@ impl FileArbiter {
 
     /// The last renewal of the lease of that generation's owner.
     pub fn renewal(&self, key: Key<'_>, of: Generation) -> Result<Option<Renewal>, Unreachable> {
-        let read = || match fs::read(self.lease(key, of)) {
-            Ok(text) => Ok(Some(serde_json::from_slice(&text)?)),
+        let path = self.lease(key, of);
+        let read = || match fs::read(&path) {
+            Ok(text) => match serde_json::from_slice(&text) {
+                Ok(renewal) => Ok(Some(renewal)),
+                Err(error) => Err(io::Error::other(format!(
+                    "{} cannot be read ({error}): see that who owned {key} at generation {of} is off, then \
+                     remove it",
+                    path.display()
+                ))),
+            },
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 fs::metadata(&self.directory).map(|_| None)
             }
@@ -88,8 +96,8 @@ impl FileArbiter {
         read().map_err(|error: io::Error| self.explain(&error))
     }
 
-    /// The last renewals of all generations, oldest first.
-    pub fn renewals(&self, key: Key<'_>) -> Result<Vec<(Generation, Renewal)>, Unreachable> {
+    /// The generations whose owners keep a lease.
+    pub fn tenures(&self, key: Key<'_>) -> Result<Vec<Generation>, Unreachable> {
         let list = || {
             let entries = match fs::read_dir(key.below(&self.directory)) {
                 Ok(entries) => entries,
@@ -104,15 +112,9 @@ impl FileArbiter {
                 let number = name.to_str().and_then(|name| name.strip_suffix(LEASE));
                 generations.extend(number.and_then(|number| number.parse().ok()).map(Generation));
             }
-            generations.sort();
             Ok(generations)
         };
-        let mut found = Vec::new();
-        for generation in list().map_err(|error: io::Error| self.explain(&error))? {
-            // It may have been withdrawn meanwhile.
-            found.extend(self.renewal(key, generation)?.map(|renewal| (generation, renewal)));
-        }
-        Ok(found)
+        list().map_err(|error: io::Error| self.explain(&error))
     }
 
     pub fn renew(&self, key: Key<'_>, of: Generation, to: &Renewal) -> Result<(), Unreachable> {
@@ -262,6 +264,7 @@ fn write_new(path: &Path, record: &impl Serialize) -> io::Result<fs::File> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::BTreeSet;
     use understudy_protocol::{VmName, literal};
 
     #[test]
@@ -378,18 +381,20 @@ mod tests {
         assert_eq!(a.renewal(key, two), Ok(None), "each generation has its own");
         let later = Renewal { host: literal("b"), length_ms: 15_000, mark: 1 };
         a.renew(key, Generation(10), &later).unwrap();
-        let all = a.renewals(key).unwrap();
-        let of = all.iter().map(|(of, renewal)| (of.0, renewal.mark)).collect::<Vec<_>>();
-        assert_eq!(of, [(1, 2), (10, 1)]);
+        let all: BTreeSet<Generation> = a.tenures(key).unwrap().into_iter().collect();
+        assert_eq!(all, [one, Generation(10)].into());
+        fs::write(directory.path().join("db/10.lease"), "{\"host\":\"b\"").unwrap();
+        let words = a.renewal(key, Generation(10)).unwrap_err().0;
+        assert!(words.contains("db/10.lease") && words.contains("remove it"), "{words}");
         a.withdraw(key, Generation(10)).unwrap();
-        assert_eq!(a.renewals(Key::Vm(&literal("other"))), Ok(Vec::new()));
+        assert_eq!(a.tenures(Key::Vm(&literal("other"))), Ok(Vec::new()));
         assert_eq!(a.current(key).unwrap().unwrap().generation, one);
         a.withdraw(key, one).unwrap();
         a.withdraw(key, one).unwrap();
         assert_eq!(a.renewal(key, one), Ok(None));
         let gone = FileArbiter::new(Path::new("/nonexistent/arbiter"), &literal("a"));
         assert!(gone.renewal(key, one).is_err(), "no directory is no word");
-        assert!(gone.renewals(key).is_err());
+        assert!(gone.tenures(key).is_err());
         assert!(gone.withdraw(key, one).is_ok(), "the word comes from the reading after it");
     }
 

@@ -16,7 +16,7 @@ use understudy_protocol::{Generation, Ownership, Renewal, Verdict};
 const TRIES: usize = 3;
 
 const IDENTITY: &str = "/identity";
-/// Key that there never is.
+/// Key that there is not, but for a moment after a record changed while that was rehearsed.
 const NOTHING: &str = "/rehearsals";
 
 /// The records in one etcd cluster.
@@ -74,17 +74,12 @@ impl EtcdArbiter {
         self.change_lease(key, of, None)
     }
 
-    /// The last renewals of all generations, oldest first.
-    pub fn renewals(&self, key: Key<'_>) -> Result<Vec<(Generation, Renewal)>, Unreachable> {
+    /// The generations whose owners keep a lease, or withdrew one.
+    pub fn tenures(&self, key: Key<'_>) -> Result<Vec<Generation>, Unreachable> {
         let folder = leases(key);
-        let found: Vec<Entry<Option<Renewal>>> = self.etcd.list(&folder).map_err(unanswered)?;
-        let of_generation = |entry: Entry<Option<Renewal>>| {
-            let of = entry.key.strip_prefix(&folder)?.parse().ok()?;
-            Some((Generation(of), entry.value?))
-        };
-        let mut renewals: Vec<_> = found.into_iter().filter_map(of_generation).collect();
-        renewals.sort_by_key(|(of, _)| *of);
-        Ok(renewals)
+        let found = self.etcd.keys(&folder).map_err(unanswered)?;
+        let generation = |key: &String| Some(Generation(key.strip_prefix(&folder)?.parse().ok()?));
+        Ok(found.iter().filter_map(generation).collect())
     }
 
     /// The version before this one withdrew a lease by a `null`.
@@ -140,7 +135,7 @@ impl EtcdArbiter {
     }
 
     /// Does what a take-over does, but for the change: a transaction that a majority of the
-    /// cluster must agree on, and that compares the record's revision.
+    /// cluster must agree on, that compares the record's revision, and that a full cluster refuses.
     pub fn rehearse(&self, key: Key<'_>) -> Result<Option<Ownership>, Unreachable> {
         let Some(entry) = self.read(key)? else { return Ok(None) };
         match self.etcd.rehearse(&path(key), entry.revision, NOTHING).map_err(unanswered)? {

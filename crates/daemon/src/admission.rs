@@ -22,7 +22,7 @@ use understudy_protocol::wire::Kind;
 use understudy_protocol::{DiskIndex, Generation, Verdict};
 use understudy_qemu::definition::{CardDefinition, DiskDefinition, DiskFormat};
 use understudy_qemu::lockstep::{LogRole, obstacles};
-use understudy_qemu::{Accelerator, VmDefinition, build_id, peer_obstacle};
+use understudy_qemu::{Accelerator, Capabilities, Release, VmDefinition, build_id, peer_obstacle};
 use understudy_replication::handshake::{Offer, Purpose, Welcome};
 use understudy_replication::records::Record;
 use understudy_report::Mode;
@@ -161,10 +161,7 @@ impl Host {
     /// QEMU that records one.
     pub(crate) fn ask_to_follow(&self, vm: &PrimaryVm, to: &str) -> Result<(), HostError> {
         let (peer, addresses) = self.known_host(to)?;
-        let machine = vm.machine();
-        let records = machine.lockstep().is_some_and(|own| own.role == LogRole::Record);
-        // Else it goes on in the QEMU that is installed now.
-        let build = if records { machine.qemu_build() } else { self.installed_build()? };
+        let build = self.recording_build(&vm.machine())?;
         let ask = || -> anyhow::Result<Welcome> {
             let purpose = |_| Purpose::MayFollow { build: build.clone() };
             let (link, _) = self.identity.dial_first(&peer, &addresses, purpose)?;
@@ -175,12 +172,31 @@ impl Host {
         ask().map(drop).map_err(|error| refused(&what, &error))
     }
 
+    /// Refuses a guest whose QEMU this host's cannot go on for.
+    pub(crate) fn check_emulator(
+        &self,
+        theirs: &Release,
+        machine_type: &str,
+        processor: Option<&str>,
+    ) -> Result<(), HostError> {
+        self.check_installed()?;
+        goes_on_for(&self.capabilities, theirs, machine_type, processor)
+            .map_err(|message| HostError::new(ErrorKind::Invalid, message))
+    }
+
     /// Refuses to start anything in a QEMU of which nothing is known.
     pub(crate) fn check_installed(&self) -> Result<(), HostError> {
         match self.installed.obstacle() {
             None => Ok(()),
             Some(obstacle) => Err(HostError::new(ErrorKind::Invalid, obstacle)),
         }
+    }
+
+    /// Build of the QEMU that would record a machine's log.
+    pub(crate) fn recording_build(&self, machine: &Machine) -> Result<Option<String>, HostError> {
+        let records = machine.lockstep().is_some_and(|own| own.role == LogRole::Record);
+        // Else it goes on in the QEMU that is installed now.
+        if records { Ok(machine.qemu_build()) } else { self.installed_build() }
     }
 
     fn installed_build(&self) -> Result<Option<String>, HostError> {
@@ -193,6 +209,7 @@ impl Host {
 
     /// A host that this one knows, with its addresses.
     pub(crate) fn known_host(&self, host: &str) -> Result<(HostName, Vec<SocketAddr>), HostError> {
+        let (asked, host) = (host, &*host.to_ascii_lowercase());
         let mut known = self.known_hosts();
         let mut unasked = String::new();
         if !known.contains_key(host) {
@@ -206,7 +223,7 @@ impl Host {
             let known: Vec<&str> = known.keys().map(HostName::as_str).collect();
             let known = known.join(", ");
             let message = format!(
-                "{host:?} is not a peer of this host, which knows: {known}; add it to [peers], or \
+                "{asked:?} is not a peer of this host, which knows: {known}; add it to [peers], or \
                  give both hosts the same etcd{unasked}"
             );
             HostError::new(ErrorKind::Invalid, message)
@@ -379,6 +396,23 @@ impl Host {
     }
 }
 
+/// Why a QEMU cannot go on for another of this release, with such a machine and processor.
+fn goes_on_for(
+    ours: &Capabilities,
+    theirs: &Release,
+    machine_type: &str,
+    processor: Option<&str>,
+) -> Result<(), String> {
+    if let Err(unlike) = ours.release().compare(theirs) {
+        let (ours, theirs) = (ours.version, theirs.version);
+        return Err(format!("its QEMU is {ours}, the primary's is {theirs}: {unlike}"));
+    }
+    if !ours.machines.iter().any(|machine| machine.name == machine_type) {
+        return Err(format!("its QEMU has no machine type {machine_type}"));
+    }
+    ours.check_cpu(processor).map_err(|error| error.to_string())
+}
+
 /// Whether images are named in the place of newer ones. Disks that are added to those, or left out of them, replace none.
 fn replaces(named: &[PathBuf], newest: &[PathBuf]) -> bool {
     let lacks = |some: &[PathBuf], others: &[PathBuf]| others.iter().any(|it| !some.contains(it));
@@ -475,6 +509,34 @@ fn invalid(error: DiskError) -> HostError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    // Such a host was taken for one that would have the VM, and a backup given up for it.
+    #[test]
+    fn a_qemu_goes_on_for_one_whose_state_machine_and_processor_it_has() {
+        let machine = understudy_qemu::capabilities::Machine {
+            name: "pc-q35-10.0".to_owned(),
+            alias: Some("q35".to_owned()),
+        };
+        let ours = Capabilities {
+            binary: PathBuf::from("/usr/bin/qemu-system-x86_64"),
+            version: "10.0.2".parse().unwrap(),
+            layout: None,
+            machines: vec![machine],
+            cpus: vec!["max".to_owned()],
+            accelerators: vec![Accelerator::Tcg],
+            processor: None,
+        };
+        let asked = |version: &str, machine, processor| {
+            let theirs = Release { version: version.parse().unwrap(), layout: None };
+            goes_on_for(&ours, &theirs, machine, processor)
+        };
+        assert_eq!(asked("10.0.2", "pc-q35-10.0", Some("max")), Ok(()));
+        let series = asked("10.1.0", "pc-q35-10.0", None).unwrap_err();
+        assert!(series.contains("10.0.2, the primary's is 10.1.0"), "{series}");
+        let machine = asked("10.0.2", "pc-q35-9.2", None).unwrap_err();
+        assert!(machine.contains("no machine type"), "{machine}");
+        assert!(asked("10.0.2", "pc-q35-10.0", Some("Turin")).is_err());
+    }
 
     /// Any change was refused once a VM had been taken over.
     #[test]

@@ -285,7 +285,7 @@ impl RawTls {
 
 impl RawConfig {
     fn check(self, source: &Source<'_>) -> Result<HostConfig, HostError> {
-        let name: HostName = source.name("name", &self.name)?;
+        let name = host_name(source, "name", &self.name)?;
         let listen = source.addresses("listen", &self.listen)?;
         let tls = self.tls.map(|tls| tls.check(source)).transpose()?;
         let beside = tls.as_ref().map(|_| "there is a [tls]");
@@ -348,6 +348,19 @@ impl RawConfig {
     }
 }
 
+/// The name of a host: what others call it, if it is written with capitals here.
+fn host_name(
+    source: &Source<'_>,
+    field: &str,
+    raw: &Spanned<String>,
+) -> Result<HostName, HostError> {
+    let name: HostName = source.name(field, raw)?;
+    if name != **raw.get_ref() {
+        tracing::warn!("{field}: {:?} is read as {name:?}: write it so", raw.get_ref());
+    }
+    Ok(name)
+}
+
 fn check_peers(
     source: &Source<'_>,
     raw: BTreeMap<Spanned<String>, Spanned<toml::Value>>,
@@ -357,10 +370,15 @@ fn check_peers(
     let mut peers: BTreeMap<HostName, Vec<SocketAddr>> = BTreeMap::new();
     for (name, addresses) in raw {
         let field = format!("peers.{}", name.get_ref());
-        let peer: HostName = source.name(&field, &name)?;
+        let peer = host_name(source, &field, &name)?;
         if peer == *host {
             let message = "this is the host's own name; list only the other hosts";
             return Err(source.wrong(&field, name.span(), message));
+        }
+        if peers.contains_key(&peer) {
+            let message =
+                format!("host {peer} is listed twice: capitals are read as small letters");
+            return Err(source.wrong(&field, name.span(), &message));
         }
         let parsed = source.addresses(&field, &addresses)?;
         for address in &parsed {

@@ -49,8 +49,8 @@ pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place, passed: Option<P
         )?;
         match hello.purpose.clone() {
             Purpose::Protect(offer) => offer::take(host, link, &hello, &offer),
-            Purpose::Survey { vm, memory, cpu, cards } => {
-                let needs = Needs { memory, cpu, cards };
+            Purpose::Survey { vm, memory, cpu, cards, offered } => {
+                let needs = Needs { memory, cpu, cards, offered };
                 link.send_json(Kind::Welcome, &host.survey_answer(&vm, &needs))
             }
             Purpose::MayFollow { build } => answer_may_follow(host, &link, build.as_deref()),

@@ -98,18 +98,7 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
     if let Some(problem) = &host.kernel_problem {
         return refuse(problem.clone());
     }
-    host.check_installed()?;
-    let (ours, theirs) = (host.capabilities.release(), &offer.qemu);
-    if let Err(unlike) = ours.compare(theirs) {
-        let [ours, theirs] = [ours.version, theirs.version];
-        return refuse(format!("its QEMU is {ours}, the primary's is {theirs}: {unlike}"));
-    }
-    if !host.capabilities.machines.iter().any(|machine| machine.name == offer.machine_type) {
-        return refuse(format!("its QEMU has no machine type {}", offer.machine_type));
-    }
-    if let Err(error) = host.capabilities.check_cpu(definition.cpu.as_deref()) {
-        return refuse(error.to_string());
-    }
+    host.check_emulator(&offer.qemu, &offer.machine_type, definition.cpu.as_deref())?;
     let cpu = CpuNeeds::of(definition, offer.accelerator)
         .with_tsc(offer.tsc)
         .with_vendor(offer.vendor.clone());

@@ -31,7 +31,7 @@ impl Host {
         let vm = self.going_primary(name)?;
         let _protecting = lock(&vm.protecting);
         if let Some(session) = vm.active_session()
-            && session.peer == *request.to
+            && session.peer.eq_ignore_ascii_case(&request.to)
             && session.mode() != request.mode
         {
             self.turn(&vm, &session, &request)?;
@@ -317,7 +317,7 @@ impl Host {
     }
 
     /// The QEMU that runs the machine, which the installed one may have replaced since.
-    fn release_of(&self, machine: &Machine) -> Release {
+    pub(crate) fn release_of(&self, machine: &Machine) -> Release {
         let version = machine.monitor().version();
         let installed = self.capabilities.release();
         let layout = installed.layout.filter(|_| version == installed.version);

@@ -19,11 +19,12 @@ use understudy_protocol::repair::{Repair, RepairAction, RepairEvent, RepairPhase
 use understudy_protocol::{HostName, Time, VmName};
 use understudy_qemu::{CpuNeeds, Vendor};
 use understudy_replication::clock;
+use understudy_replication::handshake::Offered;
 use understudy_replication::membership::GroupMembers;
 use understudy_replication::moments::strike;
-use understudy_replication::primary::TellSick;
-use understudy_report::ProtectRequest;
+use understudy_replication::primary::{TellSick, used_bytes};
 use understudy_report::events::{EventKind, VmEvents};
+use understudy_report::{Mode, ProtectRequest};
 use understudy_session::primary::Event;
 use understudy_threads::{Mutex, spawn};
 use understudy_threads::{lock, within};
@@ -118,10 +119,11 @@ impl Repairer {
     }
 
     /// The backup has not been able to take over for long; whether another one is to be looked for.
-    fn sick(&self, peer: &HostName, reason: &str) -> bool {
+    fn sick(&self, peer: &HostName, reason: &str, times: u32) -> bool {
         let wanted = self.wanted().is_some_and(|wish| wish.followed_by(&self.vm).is_none());
         if wanted {
-            self.tell(RepairEvent::Sick(peer.clone(), reason.to_owned()));
+            let (host, reason) = (peer.clone(), reason.to_owned());
+            self.tell(RepairEvent::Sick { host, reason, times });
         }
         wanted
     }
@@ -250,9 +252,9 @@ pub(crate) fn restore(host: &Arc<Host>, vm: &Arc<PrimaryVm>, reason: &str) -> bo
 /// What hears of a VM's backup that has not been able to take over for long. It waits for nothing.
 pub(crate) fn hearing_of_sick(host: &Arc<Host>, vm: &Arc<PrimaryVm>) -> TellSick {
     let (host, vm) = (Arc::downgrade(host), Arc::downgrade(vm));
-    Box::new(move |peer, reason| {
+    Box::new(move |peer, reason, times| {
         let (Some(host), Some(vm)) = (host.upgrade(), vm.upgrade()) else { return };
-        if vm.repairer.sick(peer, reason) {
+        if vm.repairer.sick(peer, reason, times) {
             start(&host, &vm);
         }
     })
@@ -356,14 +358,30 @@ fn needs(host: &Host, vm: &PrimaryVm) -> Needs {
     let cpu = CpuNeeds::of(definition, machine.accelerator())
         .with_tsc(machine.tsc())
         .with_vendor(Vendor::seen_here(machine.accelerator()));
-    let mut needs =
-        Needs { memory: definition.memory.bytes(), cpu, cards: definition.cards.clone() };
+    let (memory, cards) = (definition.memory.bytes(), definition.cards.clone());
+    let mut needs = Needs { memory, cpu, cards, offered: Some(Box::new(offered(host, vm))) };
     for fellow in host.wanted_fellows(vm) {
         let machine = fellow.machine();
         needs.memory += machine.definition().memory.bytes();
         needs.cards.extend(machine.definition().cards.iter().cloned());
     }
     needs
+}
+
+/// What an offer of a VM would say that a host may refuse.
+fn offered(host: &Host, vm: &PrimaryVm) -> Offered {
+    let machine = vm.machine();
+    let mode = vm.repairer.wish().map_or(Mode::default(), |wish| wish.request.mode);
+    let mode = if vm.repairer.distrusts_lockstep() { Mode::Checkpoint } else { mode };
+    Offered {
+        qemu: host.release_of(&machine),
+        machine_type: machine.machine_type().to_owned(),
+        processor: machine.definition().cpu.clone(),
+        mode,
+        // Of what cannot be read no host would follow the log.
+        qemu_build: host.recording_build(&machine).ok().flatten(),
+        disk_used: machine.disks().iter().map(|disk| used_bytes(disk)).sum(),
+    }
 }
 
 #[cfg(test)]

@@ -59,18 +59,25 @@ impl Host {
         directory: &Path,
     ) -> Result<Option<String>, HostError> {
         fail::fail_point!("room-for-any-disk", |_| Ok(None));
-        let file_system = statvfs(directory).map_err(|error| {
-            let message = format!("cannot tell the room in {}: {error}", directory.display());
-            HostError::new(ErrorKind::Internal, message)
-        })?;
         let space = DiskSpace {
             used: used_by(offer),
             full: sum(offer.disk_bytes.iter().copied()),
-            free: file_system.blocks_available() * file_system.fragment_size(),
+            free: free_in(directory)?,
         };
         match space.refusal(&self.config.name, directory) {
             Some(message) => Err(HostError::new(ErrorKind::Invalid, message)),
             None => Ok(space.warning(&self.config.name, directory)),
+        }
+    }
+
+    /// Refuses disks, of which images are to be made that take so much now, for which there is no room.
+    pub(crate) fn check_room_for_disks(&self, used: u64) -> Result<(), HostError> {
+        fail::fail_point!("room-for-any-disk", |_| Ok(()));
+        let directory = &self.config.state_dir;
+        let space = DiskSpace { used, full: used, free: free_in(directory)? };
+        match space.refusal(&self.config.name, directory) {
+            Some(message) => Err(HostError::new(ErrorKind::Invalid, message)),
+            None => Ok(()),
         }
     }
 
@@ -229,6 +236,14 @@ impl Room {
             )
         })
     }
+}
+
+fn free_in(directory: &Path) -> Result<u64, HostError> {
+    let file_system = statvfs(directory).map_err(|error| {
+        let message = format!("cannot tell the room in {}: {error}", directory.display());
+        HostError::new(ErrorKind::Internal, message)
+    })?;
+    Ok(file_system.blocks_available() * file_system.fragment_size())
 }
 
 /// A field of a file like `/proc/meminfo`, in bytes.

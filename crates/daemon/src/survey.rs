@@ -18,7 +18,9 @@ use understudy_protocol::{HostName, Ownership, VmName};
 use understudy_qemu::capabilities::CapabilityError;
 use understudy_qemu::definition::CardDefinition;
 use understudy_qemu::{Capabilities, CpuNeeds};
-use understudy_replication::handshake::Purpose;
+use understudy_replication::handshake::{Offered, Purpose};
+use understudy_report::Mode;
+use understudy_report::error::HostError;
 
 /// Time for a host to answer: one that is down must not hold up the choice of another.
 const PATIENCE: Duration = Duration::from_millis(1_500);
@@ -51,6 +53,8 @@ pub(crate) struct Needs {
     pub cpu: CpuNeeds,
     /// Bridges for these.
     pub cards: Vec<CardDefinition>,
+    /// What its offer says; none of a version before this.
+    pub offered: Option<Box<Offered>>,
 }
 
 impl Host {
@@ -93,8 +97,25 @@ impl Host {
         if let Err(error) = self.check_cpu_needs(&needs.cpu) {
             return Some(error.to_string());
         }
-        let bridges = self.check_bridges(&needs.cards);
+        let offered = |()| match &needs.offered {
+            None => Ok(()),
+            Some(offered) => self.check_offered(vm, offered),
+        };
+        let bridges = self.check_bridges(&needs.cards).and_then(offered);
         bridges.and_then(|()| self.check_memory(needs.memory)).err().map(|error| error.to_string())
+    }
+
+    /// Refuses what an offer would be refused for: whoever asks may give its backup up for this host.
+    fn check_offered(&self, vm: &VmName, offered: &Offered) -> Result<(), HostError> {
+        self.check_emulator(&offered.qemu, &offered.machine_type, offered.processor.as_deref())?;
+        if offered.mode == Mode::Lockstep {
+            self.check_build(offered.qemu_build.as_deref())?;
+        }
+        // Where there are images of it they are brought up to date, or give way.
+        match self.record(vm) {
+            Ok(None) => self.check_room_for_disks(offered.disk_used),
+            _ => Ok(()),
+        }
     }
 
     /// Refuses a guest that this host's KVM or processor cannot run as it ran elsewhere.
@@ -139,8 +160,8 @@ impl Host {
         let (answers, answered) = crossbeam_channel::unbounded();
         for (host, addresses) in known.clone() {
             let (answers, asker) = (answers.clone(), self.clone());
-            let Needs { memory, cpu, cards } = needs.clone();
-            let purpose = Purpose::Survey { vm: vm.to_owned(), memory, cpu, cards };
+            let Needs { memory, cpu, cards, offered } = needs.clone();
+            let purpose = Purpose::Survey { vm: vm.to_owned(), memory, cpu, cards, offered };
             // One that takes too long ends by itself; nobody waits for it.
             let ask = move || {
                 let answer = asker.ask_fitness(&host, &addresses, &purpose);

@@ -6,8 +6,10 @@
 use crate::lab::Lab;
 use crate::namespace::Namespace;
 use crate::{in_namespace, processes, wait_for};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
 use std::fs::File;
+use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
@@ -76,6 +78,34 @@ impl Etcd {
     pub fn restart(&mut self) -> Result<()> {
         self.process = spawn(&self.binary, &self.namespace, &self.directory)?;
         self.await_answer()
+    }
+
+    /// Has it refuse whatever takes space, as it does of itself once its database is full; or ends that.
+    pub fn set_full(&self, full: bool) -> Result<()> {
+        let member =
+            self.ask("kv/range", &json!({ "key": "AA==" }))?["header"]["member_id"].clone();
+        let action = if full { "ACTIVATE" } else { "DEACTIVATE" };
+        let alarm = json!({ "action": action, "memberID": member, "alarm": "NOSPACE" });
+        self.ask("maintenance/alarm", &alarm).map(drop)
+    }
+
+    fn ask(&self, method: &str, body: &Value) -> Result<Value> {
+        let body = body.to_string();
+        let request = format!(
+            "POST /v3/{method} HTTP/1.0\r\nHost: etcd\r\nContent-Length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        let exchange = move || -> Result<String> {
+            let mut etcd = TcpStream::connect((Ipv4Addr::LOCALHOST, CLIENT_PORT))?;
+            etcd.write_all(request.as_bytes())?;
+            let mut answer = String::new();
+            etcd.read_to_string(&mut answer)?;
+            Ok(answer)
+        };
+        let answer = in_namespace(&self.namespace, exchange)??;
+        let (head, body) = answer.split_once("\r\n\r\n").context("no answer of HTTP")?;
+        ensure!(head.contains(" 200 "), "{answer}");
+        serde_json::from_str(body).with_context(|| format!("it answers {body}"))
     }
 
     /// etcd opens its port once it has joined its (own) cluster.

@@ -36,7 +36,7 @@ impl NameError {
 }
 
 macro_rules! name_type {
-    ($(#[$about:meta])* $name:ident, $kind:literal, $allowed:literal, $is_sound:path) => {
+    ($(#[$about:meta])* $name:ident, $kind:literal, $allowed:literal, $read:path) => {
         $(#[$about])*
         #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
         #[serde(try_from = "String", into = "String")]
@@ -58,10 +58,7 @@ macro_rules! name_type {
             type Err = NameError;
 
             fn from_str(text: &str) -> Result<$name, NameError> {
-                match $is_sound(text) {
-                    true => Ok($name(text.into())),
-                    false => Err(NameError::new(text, $kind, $allowed)),
-                }
+                $read(text).map($name).ok_or_else(|| NameError::new(text, $kind, $allowed))
             }
         }
 
@@ -128,16 +125,16 @@ macro_rules! name_type {
 
 name_type! {
     /// The name of a VM: 1 to 32 letters, digits, `-` and `_`. Unique on a host.
-    VmName, "is no name for a VM", "1 to 32 letters, digits, '-' and '_'", is_vm_name
+    VmName, "is no name for a VM", "1 to 32 letters, digits, '-' and '_'", read_vm_name
 }
 
 name_type! {
-    /// The name of a host: 1 to 63 small letters, digits and `-`, not starting with `-`. A certificate is for a name in
-    /// whatever case: two names are never told apart by that alone.
+    /// The name of a host: 1 to 63 letters, digits and `-`, not starting with `-`. Capitals are read as small letters: a
+    /// certificate is for a name in whatever case, and two names are never told apart by that alone.
     HostName,
     "is not a host name",
-    "1 to 63 small letters (a to z), digits and -, not starting with -",
-    is_host_name
+    "1 to 63 letters (a to z), digits and -, not starting with -",
+    read_host_name
 }
 
 name_type! {
@@ -146,7 +143,7 @@ name_type! {
     GroupName,
     "cannot be the name of a group",
     "1 to 64 letters, digits, '-', '_' and '.', and no '.' at the beginning",
-    is_group_name
+    read_group_name
 }
 
 /// A name that stands in the program itself, as in tests and benchmarks.
@@ -163,18 +160,21 @@ impl From<&VmName> for GroupName {
     }
 }
 
-fn is_vm_name(text: &str) -> bool {
-    (1..=32).contains(&text.len()) && text.bytes().all(|byte| is_plain(byte) || byte == b'_')
+fn read_vm_name(text: &str) -> Option<Arc<str>> {
+    let is_sound = text.bytes().all(|byte| is_plain(byte) || byte == b'_');
+    (is_sound && (1..=32).contains(&text.len())).then(|| text.into())
 }
 
-fn is_host_name(text: &str) -> bool {
-    let allowed = |byte: u8| is_plain(byte) && !byte.is_ascii_uppercase();
-    (1..=63).contains(&text.len()) && text.bytes().all(allowed) && !text.starts_with('-')
+/// Records of versions before this one, and configurations, have capitals.
+fn read_host_name(text: &str) -> Option<Arc<str>> {
+    let is_sound = text.bytes().all(is_plain) && !text.starts_with('-');
+    (is_sound && (1..=63).contains(&text.len())).then(|| text.to_ascii_lowercase().into())
 }
 
-fn is_group_name(text: &str) -> bool {
+fn read_group_name(text: &str) -> Option<Arc<str>> {
     let allowed = |byte| is_plain(byte) || byte == b'_' || byte == b'.';
-    (1..=64).contains(&text.len()) && text.bytes().all(allowed) && !text.starts_with('.')
+    let is_sound = text.bytes().all(allowed) && !text.starts_with('.');
+    (is_sound && (1..=64).contains(&text.len())).then(|| text.into())
 }
 
 fn is_plain(byte: u8) -> bool {
@@ -215,8 +215,6 @@ mod tests {
         assert!("x".repeat(64).parse::<HostName>().is_err());
         assert!("x".repeat(65).parse::<GroupName>().is_err());
         assert!("-a".parse::<HostName>().is_err());
-        let capital = "Admin".parse::<HostName>().unwrap_err().to_string();
-        assert!(capital.contains("small letters"), "{capital}");
         assert!("Db".parse::<VmName>().is_ok());
         let words = "../a".parse::<VmName>().unwrap_err().to_string();
         assert_eq!(
@@ -225,6 +223,15 @@ mod tests {
         );
         let long = "/".repeat(1 << 20).parse::<VmName>().unwrap_err().to_string();
         assert!(long.len() < 250, "{long}");
+    }
+
+    // A host that was named with capitals had to take a new name, and nobody read what it had noted under the old one.
+    #[test]
+    fn a_hosts_name_is_the_same_in_whatever_case() {
+        let noted: HostName = serde_json::from_str("\"Rack1-A\"").unwrap();
+        assert_eq!(noted, literal::<HostName>("rack1-a"));
+        assert_eq!(serde_json::to_string(&noted).unwrap(), "\"rack1-a\"");
+        assert_ne!(literal::<VmName>("Db"), literal::<VmName>("db"));
     }
 
     #[test]
@@ -249,7 +256,7 @@ mod tests {
             for path in paths.into_iter().flatten() {
                 prop_assert_eq!(path.parent(), Some(directory));
                 let last = path.components().next_back();
-                prop_assert!(matches!(last, Some(Component::Normal(name)) if name == &*text));
+                prop_assert!(matches!(last, Some(Component::Normal(name)) if name.eq_ignore_ascii_case(&text)));
             }
         }
     }

@@ -19,6 +19,12 @@ const STABLE: Duration = Duration::from_secs(10);
 /// Time for which a host whose attempt failed comes after all the others.
 const GRUDGE: Duration = Duration::from_secs(60);
 
+/// A host that was replaced as a backup, since it could not take over, is borne with twice as long the next time: what takes
+/// every host its time would never be done otherwise. That is forgotten after this time without another.
+const FORBEARANCE: Duration = Duration::from_secs(24 * 3_600);
+/// The most that it is doubled.
+const MOST_DOUBLED: u32 = 10;
+
 /// A host that may become the backup, as it was found in a survey. The own host
 /// is never one.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,8 +52,15 @@ pub enum RepairEvent {
     /// The VM runs on this host alone although it should be protected, for this
     /// reason. Also the end of an attempt that failed.
     Lost(String),
-    /// The VM is protected to this host, which has said for long that it could not take over, for this reason.
-    Sick(HostName, String),
+    /// The VM is protected to a host that has said for long that it could not take over.
+    Sick {
+        /// The host.
+        host: HostName,
+        /// Its reason.
+        reason: String,
+        /// How many times as long as a host is borne with that was never replaced: each of them is told, from 1 on.
+        times: u32,
+    },
     /// The hosts' answers to a [`RepairAction::Survey`].
     Surveyed(Vec<Candidate>),
     /// The first synchronisation is complete.
@@ -94,6 +107,8 @@ pub struct Repair {
     round: Vec<HostName>,
     /// Hosts whose attempts failed, and when.
     failures: Vec<(HostName, Time)>,
+    /// Hosts that were replaced, how often, and when last.
+    replaced: Vec<(HostName, u32, Time)>,
     wait: Duration,
     protected_at: Option<Time>,
 }
@@ -105,6 +120,7 @@ impl Default for Repair {
             reason: String::new(),
             round: Vec::new(),
             failures: Vec::new(),
+            replaced: Vec::new(),
             wait: FIRST_WAIT,
             protected_at: None,
         }
@@ -142,7 +158,11 @@ impl Repair {
     ) {
         match event {
             RepairEvent::Lost(reason) => self.lost(now, jitter, reason, actions),
-            RepairEvent::Sick(host, reason) => self.sick(host, reason, actions),
+            RepairEvent::Sick { host, reason, times } => {
+                if times >= self.forbearance(now, &host) {
+                    self.sick(host, reason, actions);
+                }
+            }
             RepairEvent::Surveyed(found) => self.surveyed(now, jitter, found, actions),
             RepairEvent::Protected => self.protected(now),
             RepairEvent::Ended => *self = Repair::default(),
@@ -186,6 +206,20 @@ impl Repair {
         }
     }
 
+    /// How many times as long this host is borne with.
+    fn forbearance(&mut self, now: Time, host: &HostName) -> u32 {
+        self.replaced.retain(|(.., at)| now - *at < FORBEARANCE);
+        let of_host = self.replaced.iter().find(|(other, ..)| other == host);
+        of_host.map_or(1, |(_, often, _)| 1 << (*often).min(MOST_DOUBLED))
+    }
+
+    fn was_replaced(&mut self, now: Time, host: HostName) {
+        match self.replaced.iter_mut().find(|(other, ..)| *other == host) {
+            Some((_, often, at)) => (*often, *at) = (*often + 1, now),
+            None => self.replaced.push((host, 1, now)),
+        }
+    }
+
     /// A backup that could not take over is better than none, and than a copy to one that is no better.
     fn replace(
         &mut self,
@@ -200,6 +234,7 @@ impl Repair {
             let words = format!("host {host} could not take over: {}", self.reason);
             let other = &other.host;
             actions.push(RepairAction::Replace(format!("{words}; host {other} would take it")));
+            self.was_replaced(now, host.clone());
             self.failed(now, host);
         }
     }

@@ -101,7 +101,12 @@ fn a_host_that_failed_comes_last_for_a_while() {
 }
 
 fn sick() -> RepairEvent {
-    RepairEvent::Sick("b".to_owned().parse().unwrap(), "its disk hangs".to_owned())
+    sick_for(1)
+}
+
+fn sick_for(times: u32) -> RepairEvent {
+    let host = "b".to_owned().parse().unwrap();
+    RepairEvent::Sick { host, reason: "its disk hangs".to_owned(), times }
 }
 
 // Before, a backup whose disk hung for good kept its place, and the third host was never asked.
@@ -117,6 +122,36 @@ fn a_backup_that_is_sick_for_long_gives_way_to_another_host_and_comes_last_for_a
     let found = vec![fit("b", 9), fit("c", 1)];
     assert_eq!(step(&mut repair, 4, RepairEvent::Surveyed(found)), attempt("c"));
     assert_eq!(step(&mut repair, 5, lost("it refuses")), attempt("b"), "rather than nobody");
+}
+
+// Before, where every host was as slow, each was given up for the next one for ever.
+#[test]
+fn a_host_that_was_replaced_is_borne_with_twice_as_long_the_next_time() {
+    let mut repair = Repair::default();
+    let day = FORBEARANCE.as_millis() as u64;
+    let replaced = |repair: &mut Repair, ms, times| {
+        assert_eq!(step(repair, ms, sick_for(times)), [RepairAction::Survey], "{times}");
+        let told = step(repair, ms, RepairEvent::Surveyed(vec![fit("c", 1)]));
+        assert!(matches!(told[..], [RepairAction::Replace(_)]), "{told:?}");
+        step(repair, ms, lost("given up"));
+        step(repair, ms, RepairEvent::Surveyed(vec![fit("b", 1)]));
+        step(repair, ms, RepairEvent::Protected);
+    };
+    replaced(&mut repair, 0, 1);
+    assert_eq!(step(&mut repair, 1, sick_for(1)), []);
+    replaced(&mut repair, 2, 2);
+    for times in 1..4 {
+        assert_eq!(step(&mut repair, 3, sick_for(times)), []);
+    }
+    let mut forgotten = repair.clone();
+    replaced(&mut repair, 4, 4);
+    let event = RepairEvent::Sick {
+        host: "c".to_owned().parse().unwrap(),
+        reason: String::new(),
+        times: 1,
+    };
+    assert_eq!(step(&mut repair, 5, event), [RepairAction::Survey], "another host");
+    replaced(&mut forgotten, 2 + day, 1);
 }
 
 #[test]

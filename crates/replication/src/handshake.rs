@@ -69,6 +69,9 @@ pub enum Purpose {
         cpu: CpuNeeds,
         /// Its network cards.
         cards: Vec<CardDefinition>,
+        /// What an offer says beside; none of a host that does not ask for it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        offered: Option<Box<Offered>>,
     },
     /// Tell whether this host could execute the log of a QEMU of this build. See `admission` of the
     /// daemon.
@@ -142,6 +145,26 @@ impl Purpose {
         };
         if is_new { FIRST_NEGOTIATED } else { LEAST_WIRE_VERSION }
     }
+}
+
+/// What of an offer a host is asked about before it comes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Offered {
+    /// The primary's QEMU.
+    #[serde(flatten)]
+    pub qemu: Release,
+    /// The versioned machine type that it runs.
+    pub machine_type: String,
+    /// The processor that the definition names.
+    #[serde(default)]
+    pub processor: Option<String>,
+    /// Mode in which the backup is to keep up.
+    pub mode: Mode,
+    /// The build of the QEMU that records, in lockstep.
+    #[serde(default)]
+    pub qemu_build: Option<String>,
+    /// Bytes that the disks' images take now.
+    pub disk_used: u64,
 }
 
 /// A VM that a primary wants protected.

@@ -118,6 +118,8 @@ impl World {
         standby.progress = 0;
         standby.parts.pop_front();
         if epoch == Epoch(1) {
+            let data = standby.data;
+            self.send(host, data, Message::new(Kind::Settled, epoch, Vec::new()));
             self.set_record(host, ImageRole::Mirror, generation);
         }
         self.check_copy(host, epoch, false);

@@ -128,6 +128,7 @@ impl World {
     pub(crate) fn primary_receives(&mut self, host: HostId, id: SessionId, message: &Message) {
         let now = self.now;
         let event = match message.header.kind {
+            Kind::Settled => PrimaryEvent::Whole(0),
             Kind::MayTakeOver => {
                 let words = String::from_utf8_lossy(&message.payload).into_owned();
                 let obstacle = Some(words).filter(|words| !words.is_empty());
@@ -284,9 +285,9 @@ impl World {
                 }
                 Effect::BackupUnfit(_) => self.coverage.backups_unfit += 1,
                 Effect::BackupFit => {}
-                Effect::BackupSick(reason) => {
+                Effect::BackupSick { reason, times } => {
                     if let Some(session) = self.hosts[host.0].session(id) {
-                        let event = RepairEvent::Sick(session.peer.name(), reason);
+                        let event = RepairEvent::Sick { host: session.peer.name(), reason, times };
                         self.repair_event(host, event);
                     }
                 }

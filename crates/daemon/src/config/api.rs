@@ -95,7 +95,11 @@ impl RawApi {
         let mut certificates = BTreeMap::new();
         for (name, access) in self.certificates {
             let field = format!("api.certificates.{}", name.get_ref());
-            certificates.insert(source.name(&field, &name)?, role(&field, &access)?);
+            let of_name = certificates.insert(source.name(&field, &name)?, role(&field, &access)?);
+            if of_name.is_some() {
+                let message = "it is listed twice: capitals are read as small letters";
+                return Err(source.wrong(&field, name.span(), message));
+            }
         }
         Ok(ApiConfig {
             listen: source.addresses("api.listen", &self.listen)?,

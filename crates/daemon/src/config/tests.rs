@@ -118,9 +118,22 @@ fn broken_toml_is_placed() {
 fn a_bad_name_says_what_is_allowed() {
     for name in ["", "a b", "-a", "host.example", &"x".repeat(64)] {
         let message = broken("name = \"a\"", &format!("name = \"{name}\""));
-        assert_says(&message, "host.toml:2: name:", &[name, "small letters"]);
+        assert_says(&message, "host.toml:2: name:", &[name, "63 letters"]);
     }
     assert_says(&broken("c-2 =", "\"c_2\" ="), "host.toml:15: peers.c_2:", &["letters"]);
+}
+
+#[test]
+fn capitals_of_hosts_names_are_read_as_small_letters() {
+    let text = GOOD.replacen("name = \"a\"", "name = \"A\"", 1).replacen("\nb =", "\nB =", 1);
+    let config = read(&text).unwrap();
+    assert_eq!(config.name, "a");
+    assert!(config.peers.contains_key("b"));
+    assert_says(
+        &broken("c-2 =", "B-2 = \"10.0.0.3:7700\"\nb-2 ="),
+        "host.toml:",
+        &["host b-2 is listed twice"],
+    );
 }
 
 #[test]

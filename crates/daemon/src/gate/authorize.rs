@@ -96,7 +96,7 @@ mod tests {
         let (vm, group) = (literal("db"), literal("shop"));
         let cpu = CpuNeeds { accelerator: Accelerator::Tcg, model: None, tsc: None, vendor: None };
         vec![
-            Purpose::Survey { vm, memory: 1, cpu, cards: Vec::new() },
+            Purpose::Survey { vm, memory: 1, cpu, cards: Vec::new(), offered: None },
             Purpose::MayFollow { build: None },
             Purpose::Clock,
             Purpose::Group,

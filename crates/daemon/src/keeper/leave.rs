@@ -4,7 +4,7 @@
 
 use super::legacy::{self, Legacy, Readable};
 use super::{conflict, order};
-use crate::host::{Host, failed};
+use crate::host::{Host, failed, internal};
 use crate::lifecycle::check_goes_on;
 use crate::vm::{PrimaryVm, Vm};
 use std::convert::Infallible;
@@ -20,7 +20,7 @@ use understudy_machine::custody::Custody;
 use understudy_protocol::{HostName, LeaseAnswer, PrimaryPhase, VmName};
 use understudy_report::Mode;
 use understudy_report::error::{ErrorKind, HostError};
-use understudy_threads::lock;
+use understudy_threads::{lock, spawn};
 
 /// Time for its disks to be brought to stable storage: the daemon does not wait for ever, and whoever leaves a guest
 /// then leaves it to nobody.
@@ -229,17 +229,24 @@ fn stay(machine: &Machine) {
 }
 
 /// Brings all that the guest has written to stable storage. That a sync has failed nobody but this process knows:
-/// the kernel tells it once.
+/// the kernel tells it once. A disk that does not answer holds the thread that waits for it, and not whoever would leave.
 fn sync_disks(vm: &PrimaryVm, until: Instant) -> Result<(), HostError> {
-    for disk in vm.machine().disks() {
-        disk.sync().map_err(|error| lost_writes(vm, &disk, error))?;
+    let name = vm.name();
+    let (result, synced) = crossbeam_channel::bounded(1);
+    let disks = vm.machine().disks();
+    let sync = move || {
+        let sync = |disk: Arc<Disk>| disk.sync().map_err(|error| (disk, error));
+        // Nobody waits any more if that took too long.
+        let _ = result.send(disks.into_iter().try_for_each(sync));
+    };
+    spawn(format!("sync-{name}"), sync).map_err(internal)?;
+    match synced.recv_deadline(until) {
+        Ok(synced) => synced.map_err(|(disk, error)| lost_writes(vm, &disk, error)),
+        Err(_) => Err(conflict(format!(
+            "{name} stays in its keeper: its disks have not been synced within {} s: try again once they answer",
+            SYNC_PATIENCE.as_secs()
+        ))),
     }
-    if Instant::now() > until {
-        let name = vm.name();
-        let why = "its disks took long to sync: try again, there is less to sync by now";
-        return Err(conflict(format!("{name} stays in its keeper: {why}")));
-    }
-    Ok(())
 }
 
 fn lost_writes(vm: &PrimaryVm, disk: &Disk, why: impl fmt::Display) -> HostError {

@@ -121,8 +121,14 @@ fn of_images(config: &HostConfig, vm: &VmName) -> Vec<PathBuf> {
 fn strange_keys(config: &HostConfig) -> Vec<PathBuf> {
     let tokens = config.api.iter().flat_map(|api| api.tokens.values().cloned());
     let Some(tls) = &config.tls else { return tokens.collect() };
-    let of_hosts = config.peers.keys().map(|host| format!("{host}.key"));
-    let keys = of_hosts.chain([CA_KEY.to_owned()]).map(|name| tls.ca.with_file_name(name));
+    let beside = tls.ca.parent().and_then(|directory| fs::read_dir(directory).ok());
+    let is_key = |path: &PathBuf| {
+        // Files have the case that somebody gave them.
+        let name = path.file_name().unwrap_or_default().to_ascii_lowercase();
+        let of_host = name.to_str().and_then(|name| name.strip_suffix(".key"));
+        name == CA_KEY || of_host.is_some_and(|host| config.peers.contains_key(host))
+    };
+    let keys = beside.into_iter().flatten().flatten().map(|entry| entry.path()).filter(is_key);
     keys.filter(|key| *key != tls.key).chain(tokens).collect()
 }
 
@@ -206,6 +212,11 @@ pub(super) fn admit(config: &HostConfig, vm: &VmName, keeper: u32) -> Result<(),
         }
         let directory = vm.below(&config.state_dir);
         prepare_directory(&directory)?;
+        // One that a daemon before this one started need not be in this one's namespace, and has no view of its own where
+        // the service may not mount.
+        if sees(keeper, &directory)? {
+            return Ok(());
+        }
         let entry = Entry::new(directory)?;
         let there = thread::Builder::new().name("admit".to_owned()).spawn(move || {
             // A thread of its own can be elsewhere than the others.
@@ -220,6 +231,17 @@ pub(super) fn admit(config: &HostConfig, vm: &VmName, keeper: u32) -> Result<(),
             format!("the keeper of {vm}'s group cannot be given what is {vm}'s: {error:#}");
         HostError::new(ErrorKind::Internal, message)
     })
+}
+
+/// Whether a path is the same for a keeper as it is here.
+fn sees(keeper: u32, path: &Path) -> anyhow::Result<bool> {
+    let theirs =
+        Path::new("/proc").join(keeper.to_string()).join("root").join(path.strip_prefix("/")?);
+    match fs::metadata(theirs) {
+        Ok(seen) => Ok(identity(&seen) == identity(&fs::metadata(path)?)),
+        Err(error) if error.kind() == IoErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error.into()),
+    }
 }
 
 fn identity(metadata: &fs::Metadata) -> (u64, u64) {
@@ -262,6 +284,7 @@ impl Entry {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
     use std::sync::mpsc;
 
     /// A host with a VM of a keeper, `db`, and another one.
@@ -281,7 +304,7 @@ mod tests {
             ("pki/ca.pem", "public"),
             ("pki/ca.key", "the authority's"),
             ("pki/a.key", "own"),
-            ("pki/b.key", "another host's"),
+            ("pki/B.key", "another host's"),
         ] {
             fs::create_dir_all(place(file).parent().unwrap()).unwrap();
             fs::write(place(file), text).unwrap();
@@ -339,7 +362,7 @@ mod tests {
             for path in hidden {
                 assert_eq!(read(&place(path)), Err(IoErrorKind::NotFound), "{path}");
             }
-            for path in ["pki/ca.key", "pki/b.key"] {
+            for path in ["pki/ca.key", "pki/B.key"] {
                 assert_eq!(read(&place(path)), Err(IoErrorKind::PermissionDenied), "{path}");
             }
             for path in ["state/further", "state/arbiter.id"] {
@@ -419,6 +442,35 @@ mod tests {
             assert_eq!(written, (Ok(()), Err(IoErrorKind::ReadOnlyFilesystem)));
         });
         assert!(directory.path().join("state/shop/new").exists(), "it was written elsewhere");
+    }
+
+    // A group's further VM was refused where the service may not mount, once its daemon had been started again.
+    #[test]
+    fn who_sees_all_from_another_namespace_is_given_nothing_by_one_that_may_not_mount() {
+        let directory = tempfile::tempdir().unwrap();
+        let config = host(directory.path());
+        let (tell, told) = mpsc::channel();
+        let (go, goes) = mpsc::channel::<()>();
+        let config = &config;
+        thread::scope(|scope| {
+            scope.spawn(move || {
+                begin().unwrap();
+                tell.send(nix::unistd::gettid().as_raw()).unwrap();
+                // Until the other one is done.
+                let _ = goes.recv();
+            });
+            let its = u32::try_from(told.recv().unwrap()).unwrap();
+            let admits = scope.spawn(move || {
+                let held = capabilities(None).unwrap();
+                let effective = held.effective.difference(CapabilitySet::SYS_ADMIN);
+                set_capabilities(None, CapabilitySets { effective, ..held }).unwrap();
+                assert!(begin().is_err());
+                admit(config, &name("shop"), its)
+            });
+            let admitted = admits.join().unwrap();
+            drop(go);
+            admitted.unwrap();
+        });
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Contenders, which may run a VM and do not answer, and those of them that were waited for.
 
 use super::FormerLease;
-use understudy_protocol::{Generation, HostName, Ownership, Renewal};
+use understudy_protocol::{Generation, HostName, Ownership};
 
 /// Host that may run a VM, and does not answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,10 +47,9 @@ impl Tenures {
         self.after <= other.after && other.before <= self.before
     }
 
-    /// Those of leases that are of one of them.
-    pub fn of(self, leases: Vec<(Generation, Renewal)>) -> Vec<(Generation, Renewal)> {
-        let is_one = |of: Generation| self.after < of && of < self.before;
-        leases.into_iter().filter(|(of, _)| is_one(*of)).collect()
+    /// Whether this is one of them.
+    pub fn have(self, generation: Generation) -> bool {
+        self.after < generation && generation < self.before
     }
 }
 
@@ -112,12 +111,10 @@ mod tests {
     // for nobody.
     #[test]
     fn an_owner_is_waited_for_however_many_claims_came_to_nothing_since() {
-        let renewal = |host| Renewal { host: literal(host), length_ms: 15_000, mark: 1 };
-        let leases = || [(1, "c"), (3, "a")].map(|(of, host)| (Generation(of), renewal(host)));
         let found = |ran, host: Option<&'static str>, generation| {
             let now = Ownership { host: host.map(literal), generation: Generation(generation) };
-            let found = Tenures::between(Generation(ran), &now).of(leases().to_vec());
-            found.iter().map(|(of, _)| of.0).collect::<Vec<_>>()
+            let tenures = Tenures::between(Generation(ran), &now);
+            [1, 3].into_iter().filter(|of| tenures.have(Generation(*of))).collect::<Vec<_>>()
         };
         assert_eq!(found(1, Some("b"), 4), [3], "its claim came to nothing");
         assert_eq!(found(1, None, 5), [3], "it gave that up");

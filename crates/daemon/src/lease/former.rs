@@ -36,7 +36,7 @@ impl Host {
                 Ok(FormerLease(vec![(*generation, last)]))
             }
             (Some(arbiter), Contender::Former(_, tenures)) => {
-                let mut leases = tenures.of(all(arbiter, vm)?);
+                let mut leases = all(arbiter, vm, *tenures)?;
                 leases.retain(|(_, renewal)| contender.may_be(&renewal.host));
                 let ended = |(of, _)| Ok((of, await_end(arbiter, vm, contender, of)?));
                 leases.into_iter().map(ended).collect::<Result<_, _>>().map(FormerLease)
@@ -52,8 +52,9 @@ impl Host {
         vm: &VmName,
         tenures: Tenures,
     ) -> Result<BTreeSet<HostName>, HostError> {
-        let leases = self.arbiter.as_ref().map_or(Ok(Vec::new()), |arbiter| all(arbiter, vm))?;
-        let hosts = tenures.of(leases).into_iter().map(|(_, renewal)| renewal.host);
+        let of_arbiter = |arbiter| all(arbiter, vm, tenures);
+        let leases = self.arbiter.as_ref().map_or(Ok(Vec::new()), of_arbiter)?;
+        let hosts = leases.into_iter().map(|(_, renewal)| renewal.host);
         Ok(hosts.filter(|host| *host != self.config.name).collect())
     }
 
@@ -105,9 +106,13 @@ fn await_end(
     }
 }
 
-fn all(arbiter: &Arbiter, vm: &VmName) -> Result<Vec<(Generation, Renewal)>, HostError> {
+fn all(
+    arbiter: &Arbiter,
+    vm: &VmName,
+    tenures: Tenures,
+) -> Result<Vec<(Generation, Renewal)>, HostError> {
     arbiter
-        .renewals(vm)
+        .renewals(vm, |of| tenures.have(of))
         .map_err(|Unreachable(reason)| HostError::new(ErrorKind::Unreachable, reason))
 }
 

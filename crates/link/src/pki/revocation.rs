@@ -32,6 +32,8 @@ pub struct Revoked {
     pub list: PathBuf,
     /// Number of certificates that are on it.
     pub certificates: usize,
+    /// Numbers of those that were to be revoked, in hexadecimal digits: what the authority knows of.
+    pub numbers: Vec<String>,
 }
 
 /// Puts certificates on the list of the CA in `directory`: all that it has issued for host `which`, or those of the file
@@ -47,12 +49,13 @@ pub fn revoke(directory: &Path, which: &str) -> Result<Revoked, HostError> {
     };
     let mut index = read_index(directory)?;
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    for serial in serials {
-        if !index.iter().any(|(known, _)| *known == serial) {
-            index.push((serial, now.as_secs()));
+    for serial in &serials {
+        if !index.iter().any(|(known, _)| known == serial) {
+            index.push((serial.clone(), now.as_secs()));
         }
     }
-    write_list(directory, &index)
+    let list = write_list(directory, &index)?;
+    Ok(Revoked { list, certificates: index.len(), numbers: serials })
 }
 
 /// Whether a certificate for this name, in whatever case, could still be shown.
@@ -188,7 +191,8 @@ pub(super) fn entries<T>(
     })
 }
 
-fn write_list(directory: &Path, index: &[(String, u64)]) -> Result<Revoked, HostError> {
+/// Makes the list; where it is.
+fn write_list(directory: &Path, index: &[(String, u64)]) -> Result<PathBuf, HostError> {
     let now = SystemTime::now();
     let revoked = |(serial, second): &(String, u64)| RevokedCertParams {
         serial_number: SerialNumber::from(unhex(serial).unwrap_or_default()),
@@ -212,7 +216,7 @@ fn write_list(directory: &Path, index: &[(String, u64)]) -> Result<Revoked, Host
     replace(&directory.join(INDEX), &lines)?;
     let path = directory.join(REVOKED);
     replace(&path, &pem)?;
-    Ok(Revoked { list: path, certificates: index.len() })
+    Ok(path)
 }
 
 pub(super) fn replace(path: &Path, text: &str) -> Result<(), HostError> {

@@ -39,6 +39,7 @@ mod watch;
 pub use epoch_room::EPOCH_DISK_BYTES;
 pub use group::CONDEMNED;
 pub use group::Group;
+pub use offer::used_bytes;
 pub use session::Session;
 pub use stance::Stance;
 pub use turn::Next;
@@ -46,7 +47,7 @@ use understudy_protocol::HostName;
 use understudy_threads::{Mutex, spawn};
 
 /// Hears which backup has not been able to take over for long, and why. It is called under the state machine's lock.
-pub type TellSick = Box<dyn Fn(&HostName, &str) + Send + Sync>;
+pub type TellSick = Box<dyn Fn(&HostName, &str, u32) + Send + Sync>;
 
 use crate::clock;
 use crate::hand_back::AskWinner;

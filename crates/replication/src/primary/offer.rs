@@ -109,7 +109,7 @@ pub fn offer(
 }
 
 /// Bytes that the image takes: of a block device, all that it has.
-fn used_bytes(disk: &Disk) -> u64 {
+pub fn used_bytes(disk: &Disk) -> u64 {
     const BLOCK_BYTES: u64 = 512;
     let file = std::fs::metadata(disk.path()).ok().filter(std::fs::Metadata::is_file);
     let used = file.map(|metadata| metadata.blocks() * BLOCK_BYTES);

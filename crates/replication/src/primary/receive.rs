@@ -99,7 +99,9 @@ fn progressed(session: &Session, recording: &Recording, progress: LogProgress) {
 }
 
 fn settled(session: &Session, epoch: Epoch) {
-    session.settled.fetch_max(epoch.0, Ordering::AcqRel);
+    if session.settled.fetch_max(epoch.0, Ordering::AcqRel) == 0 && epoch.0 > 0 {
+        session.event(Event::Whole(session.place));
+    }
     if let Some(references) = &session.references {
         references.settle(epoch);
     }

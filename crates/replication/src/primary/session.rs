@@ -232,8 +232,8 @@ impl Session {
                 let reason = reason.clone();
                 self.events.record(EventKind::BackupUnfit { peer: peer(), reason });
             }
-            Effect::BackupSick(reason) => {
-                self.group.each(|member| (member.tell_sick)(&member.peer, reason));
+            Effect::BackupSick { reason, times } => {
+                self.group.each(|member| (member.tell_sick)(&member.peer, reason, *times));
             }
             Effect::BackupFit => self.events.record(EventKind::BackupFit { peer: peer() }),
             Effect::GiveUp(reason) => {

@@ -32,6 +32,8 @@ pub enum Event {
     CapturedLast,
     /// The backup holds the whole of this epoch.
     Acknowledged(Epoch),
+    /// A member's first copy is on the backup's disks.
+    Whole(Place),
     /// Any sign of life of the backup.
     Heard,
     /// The data connection to the backup ended, or the backup refused to go on.
@@ -72,7 +74,12 @@ pub enum Effect {
     /// The backup could take over again.
     BackupFit,
     /// It has not been able to for long, for this reason: another host should be the backup, if there is one.
-    BackupSick(String),
+    BackupSick {
+        /// The reason.
+        reason: String,
+        /// How many times as long as it is borne with: it is told of each time.
+        times: u32,
+    },
     /// The backup is to go on with a guest that is sick, for this reason.
     GiveUp(String),
     /// The backup could not go on with it, for this reason: there is nothing better than to wait.
@@ -95,6 +102,8 @@ pub struct Lead {
     core: Primary,
     peer: HostName,
     standing: Standing,
+    /// The members whose first copy is on the backup's disks.
+    whole: Vec<bool>,
     /// The members whose backup has said its last word.
     stood_down: Vec<bool>,
     hand_over: bool,
@@ -111,7 +120,8 @@ impl Lead {
     /// A group of so many members, whose state machine this is and whose backup is the host `peer`.
     pub fn new(core: Primary, size: usize, peer: HostName, now: Time) -> Lead {
         let standing = Standing::new(FRESH, now);
-        Lead { core, peer, standing, stood_down: vec![false; size], hand_over: false }
+        let none = vec![false; size];
+        Lead { core, peer, standing, whole: none.clone(), stood_down: none, hand_over: false }
     }
 
     /// The same, for which a backup's word on itself counts for so long.
@@ -163,7 +173,20 @@ impl Lead {
             Event::Captured => self.decide(now, PrimaryEvent::Captured, effects),
             Event::CapturedLast => self.decide(now, PrimaryEvent::CapturedLast, effects),
             Event::Acknowledged(epoch) => {
+                let syncs = *self.core.phase() == PrimaryPhase::Syncing;
                 self.decide(now, PrimaryEvent::Acknowledged(epoch), effects);
+                let begins = syncs && *self.core.phase() == PrimaryPhase::Protected;
+                if begins && self.whole.contains(&false) {
+                    self.standing.fills(now);
+                }
+            }
+            Event::Whole(place) => {
+                let fills = self.whole.contains(&false);
+                self.whole[place] = true;
+                let syncs = *self.core.phase() == PrimaryPhase::Syncing;
+                if fills && !syncs && !self.whole.contains(&false) {
+                    self.standing.is_whole(now);
+                }
             }
             Event::Heard => self.decide(now, PrimaryEvent::Heard, effects),
             Event::PeerGone(reason) => self.decide(now, PrimaryEvent::PeerGone(reason), effects),
@@ -178,7 +201,8 @@ impl Lead {
             Event::Tick => {
                 self.decide(now, PrimaryEvent::Tick, effects);
                 if *self.core.phase() == PrimaryPhase::Protected {
-                    effects.extend(self.standing.lasting(now).map(Effect::BackupSick));
+                    let told = |(reason, times)| Effect::BackupSick { reason, times };
+                    effects.extend(self.standing.lasting(now).map(told));
                 }
             }
             // It may be well again.

@@ -17,6 +17,10 @@ pub const FRESH: Duration = Duration::from_millis(4_500);
 /// then, and the next one costs a copy of all memory.
 pub const SICK: Duration = Duration::from_secs(30);
 
+/// The first copy may take so many times as long on its way to the backup's disks: it is all that they have to take, and
+/// whoever is to have it next begins anew.
+pub const FIRST_COPY: u32 = 20;
+
 /// So much of the backup's reason is kept, in characters.
 pub const LONGEST_REASON: usize = 1_000;
 
@@ -26,15 +30,18 @@ pub struct Standing {
     fresh: Duration,
     heard: Time,
     obstacle: Option<String>,
+    /// An obstacle is lasting after so long, and again as long after.
     sick: Duration,
-    /// Time at which an obstacle is lasting next.
+    /// Time at which it is lasting next.
     lasting_at: Time,
+    /// Number of times that it was.
+    lasted: u32,
 }
 
 impl Standing {
     /// The standing of a backup which has just taken the offer, and whose words count for so long.
     pub fn new(fresh: Duration, now: Time) -> Standing {
-        Standing { fresh, heard: now, obstacle: None, sick: SICK, lasting_at: now }
+        Standing { fresh, heard: now, obstacle: None, sick: SICK, lasting_at: now, lasted: 0 }
     }
 
     /// The same, of which an obstacle is lasting after so long.
@@ -54,20 +61,37 @@ impl Standing {
         self.heard = now;
         match (before, &self.obstacle) {
             (None, Some(reason)) => {
-                self.lasting_at = now + self.sick;
-                Some(Effect::BackupUnfit(reason.clone()))
+                let reason = reason.clone();
+                self.count(now, self.sick);
+                Some(Effect::BackupUnfit(reason))
             }
             (Some(_), None) => Some(Effect::BackupFit),
             _ => None,
         }
     }
 
-    /// What the backup has said for long of why it could not take over; once, and again as long after.
-    pub fn lasting(&mut self, now: Time) -> Option<String> {
+    /// The first copy is with the backup, and on its way to the disks there.
+    pub fn fills(&mut self, now: Time) {
+        self.count(now, self.sick * FIRST_COPY);
+    }
+
+    /// It is on them.
+    pub fn is_whole(&mut self, now: Time) {
+        self.count(now, self.sick / FIRST_COPY);
+    }
+
+    fn count(&mut self, now: Time, sick: Duration) {
+        (self.sick, self.lasting_at, self.lasted) = (sick, now + sick, 0);
+    }
+
+    /// What the backup has said for long of why it could not take over, and for how many times as long as that takes;
+    /// once for each.
+    pub fn lasting(&mut self, now: Time) -> Option<(String, u32)> {
         let lasts = now >= self.lasting_at && !planted!(KeepTheSick);
         let reason = self.obstacle.as_ref().filter(|_| lasts)?;
         self.lasting_at = now + self.sick;
-        Some(reason.clone())
+        self.lasted += 1;
+        Some((reason.clone(), self.lasted))
     }
 
     /// Why the backup could not take over at `now`, if it could not.

@@ -1,5 +1,6 @@
 use super::standing::{LONGEST_REASON, SICK};
 use super::*;
+use understudy_protocol::repair::{Candidate, Fitness, Repair, RepairAction, RepairEvent};
 
 fn at(ms: u64) -> Time {
     Time(Duration::from_millis(ms))
@@ -13,6 +14,9 @@ fn protected(size: usize) -> Lead {
     tell(&mut lead, 1, Event::Captured);
     tell(&mut lead, 2, Event::Acknowledged(Epoch(1)));
     assert_eq!(*lead.phase(), PrimaryPhase::Protected);
+    for place in 0..size {
+        assert_eq!(tell(&mut lead, 3, Event::Whole(place)), []);
+    }
     lead
 }
 
@@ -64,10 +68,14 @@ fn a_backup_that_is_sick_for_long_is_told_of_and_given_up_only_while_it_is() {
         tell(lead, ms, Event::Tick)
     };
     assert_eq!(tick(&mut lead, began + sick - 1), []);
-    let told = [Effect::BackupSick("its disk hangs".to_owned())];
-    assert_eq!(tick(&mut lead, began + sick), told);
+    let told = |times| [Effect::BackupSick { reason: "its disk hangs".to_owned(), times }];
+    assert_eq!(tick(&mut lead, began + sick), told(1));
     assert_eq!(tick(&mut lead, began + sick + 1), [], "it is told of once");
-    assert_eq!(tick(&mut lead, began + 2 * sick), told, "nobody else would do, and might by now");
+    assert_eq!(
+        tick(&mut lead, began + 2 * sick),
+        told(2),
+        "nobody else would do, and might by now"
+    );
     let replace = || Event::Replace("c would take it".to_owned());
     let mut well = lead.clone();
     tell(&mut well, began + 2 * sick + 1, Event::MayTakeOver(None));
@@ -80,6 +88,97 @@ fn a_backup_that_is_sick_for_long_is_told_of_and_given_up_only_while_it_is() {
     let effects = tell(&mut lead, began + 2 * sick + 2, verdict);
     let expected = [PrimaryAction::ClosePeer, PrimaryAction::OpenOutput].map(Effect::Act);
     assert_eq!(effects, expected);
+}
+
+// Before, a mirror that took more than 30 s to sync was given up, and so was the next host's.
+#[test]
+fn a_first_copy_may_take_its_time_on_its_way_to_the_backups_disks() {
+    let core = Primary::new(Generation(1), Duration::from_millis(100), at(0));
+    let mut lead = Lead::new(core, 2, "b".parse().unwrap(), at(0));
+    let slow = || Event::MayTakeOver(Some("its disk has not answered for 3 s".to_owned()));
+    let sick = SICK.as_millis() as u64;
+    let tick = |lead: &mut Lead, ms| {
+        tell(lead, ms, Event::Heard);
+        tell(lead, ms, Event::Tick)
+    };
+    tell(&mut lead, 0, Event::Ready);
+    // What is synced meanwhile takes as long.
+    tell(&mut lead, 1, slow());
+    assert_eq!(tick(&mut lead, 2 * sick), []);
+    tell(&mut lead, 2 * sick, Event::Captured);
+    tell(&mut lead, 2 * sick, Event::Acknowledged(Epoch(1)));
+    for since in [0, sick, 19 * sick] {
+        assert_eq!(tick(&mut lead, 2 * sick + since), [], "{since} ms");
+    }
+    let mut hanging = lead.clone();
+    let told = tick(&mut hanging, 22 * sick);
+    assert!(matches!(told[..], [Effect::BackupSick { times: 1, .. }]), "{told:?}");
+    tell(&mut lead, 20 * sick, Event::Whole(1));
+    assert_eq!(tick(&mut lead, 21 * sick + 1), [], "the other is not");
+    tell(&mut lead, 21 * sick + 2, Event::Whole(0));
+    // That it answers is heard a little later.
+    assert_eq!(tick(&mut lead, 21 * sick + 3), []);
+    let told = tick(&mut lead, 22 * sick + 2);
+    assert!(matches!(told[..], [Effect::BackupSick { times: 1, .. }]), "{told:?}");
+}
+
+/// How often a VM's backup is replaced until a first copy is whole, where every host takes so many seconds to write it.
+fn replaced_until_whole(seconds: u64) -> u32 {
+    let mut repair = Repair::default();
+    let mut decide = |now: u64, event| {
+        let mut actions = Vec::new();
+        repair.handle(at(now), 0, event, &mut actions);
+        actions
+    };
+    let survey = |hosts: [&str; 2]| {
+        let fit = |host: &str| Candidate {
+            host: host.to_owned().parse().unwrap(),
+            answer: Ok(Fitness::default()),
+        };
+        RepairEvent::Surveyed(hosts.map(fit).to_vec())
+    };
+    let (mut now, mut hosts, mut replaced) = (1_000, ["b", "c"], 0);
+    loop {
+        let core = Primary::new(Generation(1), Duration::from_millis(100), at(now));
+        let mut lead = Lead::new(core, 1, hosts[0].parse().unwrap(), at(now));
+        let began = now;
+        for event in [Event::Ready, Event::Captured, Event::Acknowledged(Epoch(1))] {
+            tell(&mut lead, now, event);
+        }
+        decide(now, RepairEvent::Protected);
+        tell(&mut lead, now, Event::MayTakeOver(Some("its disk has not answered".to_owned())));
+        loop {
+            now += 1_000;
+            if now >= began + seconds * 1_000 {
+                return replaced;
+            }
+            tell(&mut lead, now, Event::Heard);
+            let told = tell(&mut lead, now, Event::Tick).pop();
+            let Some(Effect::BackupSick { reason, times }) = told else { continue };
+            let host = hosts[0].to_owned().parse().unwrap();
+            if decide(now, RepairEvent::Sick { host, reason, times }).is_empty() {
+                continue;
+            }
+            let actions = decide(now, survey(["b", "c"]));
+            assert!(matches!(actions[..], [RepairAction::Replace(_)]), "{actions:?}");
+            decide(now, RepairEvent::Lost("given up".to_owned()));
+            hosts.reverse();
+            let next = hosts[0].to_owned().parse().unwrap();
+            let attempt = decide(now, survey(["b", "c"]));
+            assert_eq!(attempt, [RepairAction::Attempt(next)], "the one that failed comes last");
+            replaced += 1;
+            break;
+        }
+    }
+}
+
+// Before, from 30 s on a VM was never protected.
+#[test]
+fn where_every_host_is_slow_a_first_copy_becomes_whole_all_the_same() {
+    assert_eq!(replaced_until_whole(30), 0);
+    assert_eq!(replaced_until_whole(9 * 60), 0);
+    assert_eq!(replaced_until_whole(15 * 60), 2);
+    assert_eq!(replaced_until_whole(2 * 3_600), 8);
 }
 
 #[test]

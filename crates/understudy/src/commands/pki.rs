@@ -18,7 +18,7 @@ pub fn run(command: &PkiCommand, json: bool) -> Result<Exit, Failure> {
             (issued, "move both to the host, and name them in its [tls]")
         }
         PkiCommand::Revoke { which, dir } => {
-            output::show(json, &pki::revoke(dir, which)?, describe_list)?;
+            output::show(json, &pki::revoke(dir, which)?, |it| describe_list(which, it))?;
             return Ok(Exit::Ok);
         }
     };
@@ -39,11 +39,14 @@ pub fn snapshot_key(file: &Path, json: bool) -> Result<Exit, Failure> {
     Ok(Exit::Ok)
 }
 
-fn describe_list(revoked: &Revoked) -> String {
+fn describe_list(which: &str, revoked: &Revoked) -> String {
     format!(
-        "list  {}\ncertificates on it  {}\ncopy it to every host, where [tls] names it as `revoked`\n",
+        "list  {}\ncertificates on it  {}\nof {which}, by number  {}\n\
+         copy it to every host, where [tls] names it as `revoked`; a certificate of another number, which a copy of \
+         this authority issued, is not on it: `understudy pki revoke ./FILE.pem` revokes it by its file\n",
         revoked.list.display(),
-        revoked.certificates
+        revoked.certificates,
+        revoked.numbers.join(", ")
     )
 }
 

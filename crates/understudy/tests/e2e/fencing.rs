@@ -1,6 +1,7 @@
 //! Partitions, and an arbiter that one host, or no host, can reach: exactly one
 //! copy goes on, and the other one is stopped.
 
+use crate::sick_hosts::await_unfit;
 use crate::stage::{
     Calm, LIMIT, await_degraded, await_forgotten, await_service, daemon, options, play_protected,
     prove_survival,
@@ -189,6 +190,21 @@ fn await_winner(scene: &Scene, pids: [u32; 2]) -> Result<(&'static str, u32)> {
         (false, true) => Ok(Some(("b", pids[0]))),
         (false, false) => Ok(None),
     })
+}
+
+/// A full etcd still says whose the VM is, and gives it to nobody. Before, its backup was one that could take over, as far
+/// as anybody could tell.
+#[test]
+fn a_full_etcd_is_no_arbiter() {
+    play_protected(with_arbiter(ArbiterKind::Etcd), |scene, client| {
+        scene.etcd()?.set_full(true)?;
+        await_unfit(scene, "space exceeded")?;
+        await_service(&client)?;
+        scene.etcd()?.set_full(false)?;
+        scene.await_protected("a", |_| ())?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
 }
 
 /// etcd dies just before the primary does, and comes back.

@@ -150,13 +150,16 @@ fn a_late_renewal(etcd: &str) -> Result<()> {
         tend(arbiter, LeaseErrand::Renew, late)?;
         relay.release()?;
         written(arbiter, Some(late))?;
-        let of_all = arbiter.renewals(&vm)?;
+        // What is not asked for need not be Understudy's.
+        cluster.swap("/leases/db/7", 0, &"damaged")?;
+        let of_all = arbiter.renewals(&vm, |it| it != Generation(7))?;
         ensure!(of_all == [(of, renewal(late))], "{of_all:?}");
+        ensure!(arbiter.renewals(&vm, |_| true).is_err());
         tend(arbiter, LeaseErrand::Withdraw, late)?;
         // So did the version before this one.
         ensure!(cluster.swap("/leases/db/1", 0, &None::<Renewal>)?);
         written(arbiter, None)?;
-        ensure!(arbiter.renewals(&vm)?.is_empty());
+        ensure!(arbiter.renewals(&vm, |it| it == of)?.is_empty());
         tend(arbiter, LeaseErrand::Withdraw, late)?;
     }
     Ok(())

@@ -3,10 +3,11 @@
 use crate::keepers::{Kept, begin, kept, with_keepers};
 use crate::refusals::log_of;
 use crate::sick_disks::Failing;
+use crate::sick_hosts::Hanging;
 use crate::snapshot::{json, store};
 use crate::stage::{
-    LIMIT, await_forgotten, await_service, close, hand_over, play, protection, prove_disk,
-    prove_survival, refusal, restart_daemon,
+    LIMIT, await_forgotten, await_service, close, daemon_passing, hand_over, play, protection,
+    prove_disk, prove_survival, refusal, restart_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -356,6 +357,32 @@ fn a_keeper_whose_disk_has_lost_writes_is_not_replaced_and_its_backup_has_them()
         scene.shell()?.start("while :; do date >> /data/more; sync; sleep 1; done")?;
         scene.await_live("b")?;
         scene.host("b")?.call(["vm", "stop", VM, "--force"]).map(drop)
+    });
+}
+
+/// Before, it waited for its disk with nobody to wait for it any more, took no orders, and left its guest once the disk
+/// answered.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_keeper_whose_disk_does_not_answer_stays() {
+    let hanging = Hanging::new();
+    let mut options = with_keepers();
+    let daemon = options.daemons.get_mut("a").expect("a host a");
+    daemon.environment.extend(daemon_passing(hanging.action("hang-sync")).environment);
+    play(options, |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let before = answered(scene)?;
+        hanging.begin()?;
+        let words = refused(scene, "a", VM)?;
+        ensure!(words.contains("have not been synced within 30 s"), "{words}");
+        hanging.end()?;
+        // It goes on as before, and takes orders.
+        let now = answered(scene)?;
+        ensure!(now.keeper == before.keeper && now.qemu == before.qemu, "{before:?} is {now:?}");
+        scene.await_guest()?;
+        replace(scene)?;
+        stop(scene)
     });
 }
 
