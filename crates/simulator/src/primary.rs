@@ -13,7 +13,7 @@ use understudy_protocol::repair::RepairEvent;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{Kind, Message};
 use understudy_protocol::{
-    EPOCH_BOUND, Epoch, EpochDigest, Generation, Headway, PathEvent, PathIndex, Primary,
+    Behind, EPOCH_BOUND, Epoch, EpochDigest, Generation, Headway, PathEvent, PathIndex, Primary,
     PrimaryAction, PrimaryPhase, Rendezvous, Time,
 };
 use understudy_session::primary::{Effect, Event as PrimaryEvent, Lead};
@@ -183,7 +183,8 @@ impl World {
         let whole = session.ends.iter().take_while(|(_, end)| **end <= delivered).last();
         let whole = whole.map_or(Epoch(0), |(epoch, _)| *epoch);
         // Each is as much as counts.
-        let headway = Headway { bytes: delivered << 20, whole, done: session.ways.renewals };
+        let (done, behind) = (session.ways.renewals, Behind::default());
+        let headway = Headway { bytes: delivered << 20, whole, done, behind };
         self.primary_event(host, id, PrimaryEvent::Headway(headway));
     }
 
@@ -310,7 +311,7 @@ impl World {
     fn primary_acts(&mut self, host: HostId, id: SessionId, action: PrimaryAction) {
         let Some(session) = self.hosts[host.0].session(id) else { return };
         let data = session.data;
-        let generation = session.core.generation();
+        let (generation, elsewhere) = (session.core.generation(), session.core.is_elsewhere());
         let signal = |kind| Message::new(kind, Epoch(0), Vec::new());
         match action {
             PrimaryAction::Release(epoch) => {
@@ -351,9 +352,8 @@ impl World {
                     running.port.shut();
                 }
                 self.hosts[host.0].role = Role::Fenced;
-                if self.arbiter.owner != host {
-                    self.set_record(host, ImageRole::Stale, generation);
-                }
+                let role = if elsewhere { ImageRole::Stale } else { ImageRole::Cut };
+                self.set_record(host, role, generation);
             }
         }
     }
