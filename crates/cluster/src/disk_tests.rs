@@ -2,6 +2,7 @@ use super::*;
 use crate::disk_fill::DiskFiller;
 use crate::source::Source;
 use std::fs;
+use std::sync::atomic::AtomicBool;
 
 const BLOCKS: u64 = 300;
 const BYTES: u64 = BLOCKS * UNIT_BYTES as u64;
