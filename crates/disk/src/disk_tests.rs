@@ -262,6 +262,22 @@ fn an_image_has_one_user() {
     Disk::open(DiskIndex(1), &path, 4096).unwrap();
 }
 
+/// A program that is being started has it for a moment when it is closed here: the test of a device that is opened
+/// again met that.
+#[test]
+fn an_image_that_is_about_to_be_free_is_waited_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = image(&dir, b"");
+    let disk = Disk::open(DiskIndex(0), &path, 4096).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            drop(disk);
+        });
+        Disk::open(DiskIndex(1), &path, 4096).unwrap();
+    });
+}
+
 #[test]
 fn data_bytes_leaves_out_holes() {
     let dir = tempfile::tempdir().unwrap();

@@ -15,12 +15,17 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// Permission of everybody to read.
 const OTHERS_READ: u32 = 0o004;
 /// A block of most file systems, and of all devices.
 const PROOF_BYTES: usize = 4096;
+
+/// The longest that a program which is being started has what this process had open.
+const INHERITED: Duration = Duration::from_millis(500);
+const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
 static ZEROES: [u8; 64 * 1024] = [0; 64 * 1024];
 
@@ -86,7 +91,27 @@ impl Image {
         Self::open_locked(path, &options, lock)
     }
 
+    /// Waits for a moment until nobody has it: a program that another thread starts has what this process has
+    /// just closed until it is executed.
     fn open_locked(
+        path: &Path,
+        options: &OpenOptions,
+        lock: fn(&File) -> Result<(), Errno>,
+    ) -> Result<Image, DiskError> {
+        let deadline = Instant::now() + INHERITED;
+        loop {
+            match Self::open_locked_now(path, options, lock) {
+                Err(DiskError::DeviceBusy { .. } | DiskError::InUse { .. })
+                    if Instant::now() < deadline =>
+                {
+                    thread::sleep(LOOK_AGAIN);
+                }
+                opened => return opened,
+            }
+        }
+    }
+
+    fn open_locked_now(
         path: &Path,
         options: &OpenOptions,
         lock: fn(&File) -> Result<(), Errno>,
