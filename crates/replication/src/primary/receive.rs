@@ -10,6 +10,7 @@ use anyhow::bail;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use tracing::info;
 use understudy_protocol::Epoch;
 use understudy_protocol::wire::{Kind, LogProgress};
 use understudy_session::primary::Event;
@@ -100,6 +101,7 @@ fn progressed(session: &Session, recording: &Recording, progress: LogProgress) {
 
 fn settled(session: &Session, epoch: Epoch) {
     if session.settled.fetch_max(epoch.0, Ordering::AcqRel) == 0 && epoch.0 > 0 {
+        info!(vm = %session.vm, "the first copy is on the disks of host {}", session.peer);
         session.event(Event::Whole(session.place));
     }
     if let Some(references) = &session.references {

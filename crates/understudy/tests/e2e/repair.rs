@@ -1,6 +1,7 @@
 //! Redundancy that restores itself: three hosts, killed one after another, and
 //! nobody but the daemons does anything about it.
 
+use crate::refusals::log_of;
 use crate::sick_hosts::Hanging;
 use crate::stage::{
     Calm, LIMIT, await_service, hand_over, options, play, play_protected, protect, protection,
@@ -112,6 +113,10 @@ fn a_backup_whose_disk_hangs_for_good_gives_way_to_a_third_host() {
     let daemon = options.daemons.get_mut("b").expect("a host");
     daemon.environment.push(("FAILPOINTS".to_owned(), hanging.action("hang-disk")));
     play_protected(options, |scene, client| {
+        // A first copy may take its time on its way there.
+        wait_for("the first copy to be on b's disks", LIMIT, || {
+            Ok(log_of(scene, "a")?.contains("is on the disks of host b").then_some(()))
+        })?;
         hanging.begin()?;
         // It may seem well in between, until the guest writes again.
         wait_for("host a to turn to host c", LIMIT, || {

@@ -133,7 +133,9 @@ fn a_backup_that_gets_nothing_of_the_epoch_that_runs_is_given_up() {
         thread::sleep(Duration::from_secs(2));
         scene.lab().limit_frames("b", HOLE_BYTES)?;
         let reason = await_degraded(scene, "a")?;
-        ensure!(reason.contains("has waited for room on its way"), "{reason}");
+        // The second if a checkpoint, which a busy machine may take late, was on its way as the hole opened.
+        let told = ["has waited for room on its way", "without any movement"];
+        ensure!(told.iter().any(|words| reason.contains(words)), "{reason}");
         ensure!(scene.status("a")?["live"] == true, "the primary had the better right");
         scene.lab().limit_frames("b", 1500)?;
         scene.shell()?.run("true")?;
