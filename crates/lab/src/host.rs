@@ -29,11 +29,11 @@ const LOG: &str = "daemon.log";
 /// Executes the daemon in its own place: the process id is the daemon's.
 const SHELL: &str = "/bin/sh";
 /// `ip netns exec` hides the control groups behind a /sys of the namespace's own. A controller is
-/// in version 1 or in version 2, never in both.
-const MOUNT_CONTROL_GROUPS: &str = "{ mount -t tmpfs none /sys/fs/cgroup && \
-     for it in cpu memory pids; do mkdir /sys/fs/cgroup/$it && \
-     mount -t cgroup -o $it none /sys/fs/cgroup/$it || rmdir /sys/fs/cgroup/$it; done; \
-     ls /sys/fs/cgroup/*/tasks || mount -t cgroup2 none /sys/fs/cgroup; } >/dev/null 2>&1;";
+/// in version 1 or in version 2, never in both, and new kernels have that of memory in version 2 alone.
+const MOUNT_CONTROL_GROUPS: &str = "{ at=/sys/fs/cgroup; mount -t tmpfs none $at && mkdir $at/memory && \
+     if mount -t cgroup -o memory none $at/memory; \
+     then for it in cpu pids; do mkdir $at/$it && mount -t cgroup -o $it none $at/$it || rmdir $at/$it; done; \
+     else mount -t cgroup2 none $at; fi; } >/dev/null 2>&1;";
 /// The daemon's own directory, with one directory for each VM.
 const STATE: &str = "state";
 const MACHINE_LOGS: [&str; 2] = ["qemu.log", "console.log"];
