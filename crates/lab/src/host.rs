@@ -5,7 +5,7 @@ use crate::etcd::Etcd;
 use crate::lab::Lab;
 use crate::namespace::Namespace;
 use crate::{booted, control_groups};
-use crate::{processes, wait_for};
+use crate::{patience, processes, wait_for};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use nix::sys::signal::Signal;
 use serde::Serialize;
@@ -29,11 +29,11 @@ const LOG: &str = "daemon.log";
 /// Executes the daemon in its own place: the process id is the daemon's.
 const SHELL: &str = "/bin/sh";
 /// `ip netns exec` hides the control groups behind a /sys of the namespace's own. A controller is
-/// in version 1 or in version 2, never in both.
-const MOUNT_CONTROL_GROUPS: &str = "{ mount -t tmpfs none /sys/fs/cgroup && \
-     for it in cpu memory pids; do mkdir /sys/fs/cgroup/$it && \
-     mount -t cgroup -o $it none /sys/fs/cgroup/$it || rmdir /sys/fs/cgroup/$it; done; \
-     ls /sys/fs/cgroup/*/tasks || mount -t cgroup2 none /sys/fs/cgroup; } >/dev/null 2>&1;";
+/// in version 1 or in version 2, never in both, and new kernels have that of memory in version 2 alone.
+const MOUNT_CONTROL_GROUPS: &str = "{ at=/sys/fs/cgroup; mount -t tmpfs none $at && mkdir $at/memory && \
+     if mount -t cgroup -o memory none $at/memory; \
+     then for it in cpu pids; do mkdir $at/$it && mount -t cgroup -o $it none $at/$it || rmdir $at/$it; done; \
+     else mount -t cgroup2 none $at; fi; } >/dev/null 2>&1;";
 /// The daemon's own directory, with one directory for each VM.
 const STATE: &str = "state";
 const MACHINE_LOGS: [&str; 2] = ["qemu.log", "console.log"];
@@ -56,6 +56,30 @@ struct HostToml {
     tls: Option<TlsToml>,
     snapshot_stores: Vec<PathBuf>,
     shutdown: ShutdownToml,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    detection: Option<DetectionToml>,
+}
+
+/// The shipped detector (`DEFAULT`), so many times more patient, as far as a configuration may be.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+struct DetectionToml {
+    timeout_ms: u32,
+    qemu_timeout_ms: u32,
+}
+
+impl DetectionToml {
+    const DEFAULT: DetectionToml = DetectionToml { timeout_ms: 100, qemu_timeout_ms: 1_000 };
+    const LONGEST: DetectionToml = DetectionToml { timeout_ms: 10_000, qemu_timeout_ms: 15_000 };
+
+    /// Nothing on a machine like most: there the detector is the shipped one.
+    fn for_patience(factor: u32) -> Option<DetectionToml> {
+        let DetectionToml { timeout_ms, qemu_timeout_ms } = DetectionToml::DEFAULT;
+        let longer = |default: u32, longest| default.saturating_mul(factor).min(longest);
+        (factor > 1).then(|| DetectionToml {
+            timeout_ms: longer(timeout_ms, DetectionToml::LONGEST.timeout_ms),
+            qemu_timeout_ms: longer(qemu_timeout_ms, DetectionToml::LONGEST.qemu_timeout_ms),
+        })
+    }
 }
 
 /// A test that is over does not wait for its guests, unless its settings say so.
@@ -436,6 +460,7 @@ fn write_config(lab: &Lab, name: &str, options: &HostOptions) -> Result<PathBuf>
         tls,
         snapshot_stores: vec![lab.directory().to_owned()],
         shutdown: ShutdownToml::default(),
+        detection: DetectionToml::for_patience(patience()),
     };
     let mut config = toml::Table::try_from(config).context("cannot write the configuration")?;
     config.extend(options.settings.parse::<toml::Table>().context("the settings are no TOML")?);
@@ -466,4 +491,17 @@ fn tail(path: &Path) -> String {
     let lines: Vec<&str> = log.lines().collect();
     let tail = &lines[lines.len().saturating_sub(LOG_TAIL_LINES)..];
     format!("--- {} (last {} lines)\n{}\n", path.display(), tail.len(), tail.join("\n"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_of_a_slow_machine_are_as_much_more_patient_and_those_of_others_as_shipped() {
+        let of = |timeout_ms, qemu_timeout_ms| Some(DetectionToml { timeout_ms, qemu_timeout_ms });
+        assert_eq!(DetectionToml::for_patience(1), None);
+        assert_eq!(DetectionToml::for_patience(12), of(1_200, 12_000));
+        assert_eq!(DetectionToml::for_patience(400), of(10_000, 15_000));
+    }
 }
