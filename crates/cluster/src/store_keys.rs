@@ -7,18 +7,26 @@ use understudy_protocol::HostName;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_snapshot::{Store, StoreAddress, StoreError, StoreKey};
 
-/// The key files of encrypted stores, by location: they are for all stores in those directories and
-/// under those prefixes. They are read whenever a store is opened.
+/// The key of the stores in a directory or under a prefix.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KeyOfStores {
+    /// That in this file, which is read whenever a store is opened.
+    File(PathBuf),
+    /// None: they are in the clear, below one that is not.
+    Plain,
+}
+
+/// The keys of stores, by location: they are for all stores in those directories and under those prefixes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct StoreKeys(Arc<BTreeMap<StoreAddress, PathBuf>>);
+pub struct StoreKeys(Arc<BTreeMap<StoreAddress, KeyOfStores>>);
 
 impl StoreKeys {
-    /// Keys in these files.
-    pub fn new(files: impl IntoIterator<Item = (StoreAddress, PathBuf)>) -> StoreKeys {
-        StoreKeys(Arc::new(files.into_iter().collect()))
+    /// These keys.
+    pub fn new(keys: impl IntoIterator<Item = (StoreAddress, KeyOfStores)>) -> StoreKeys {
+        StoreKeys(Arc::new(keys.into_iter().collect()))
     }
 
-    /// The encrypted stores.
+    /// The stores that are named.
     pub fn stores(&self) -> impl Iterator<Item = StoreAddress> {
         self.0.keys().cloned()
     }
@@ -37,7 +45,10 @@ impl StoreKeys {
     fn key(&self, location: &StoreAddress) -> Result<Option<StoreKey>, StoreError> {
         let above = self.0.iter().filter(|(keyed, _)| keyed.has(location));
         let nearest = above.max_by_key(|(keyed, _)| keyed.len());
-        Ok(nearest.map(|(_, file)| StoreKey::read(file)).transpose()?)
+        match nearest {
+            Some((_, KeyOfStores::File(file))) => Ok(Some(StoreKey::read(file)?)),
+            Some((_, KeyOfStores::Plain)) | None => Ok(None),
+        }
     }
 }
 
@@ -99,7 +110,10 @@ mod tests {
         assert!(make_key(&key).is_err(), "it is in use");
         let text = |name: &str| directory.path().join(name).display().to_string();
         let place = |name: &str| text(name).parse::<StoreAddress>().unwrap();
-        let keys = StoreKeys::new([((text("sealed") + "/").parse().unwrap(), key.clone())]);
+        let keys = StoreKeys::new([(
+            (text("sealed") + "/").parse().unwrap(),
+            KeyOfStores::File(key.clone()),
+        )]);
         keys.create(&place("sealed")).unwrap();
         keys.create(&place("plain")).unwrap();
         for spelling in [text("sealed"), format!("file://{}", text("sealed")), text("sealed/")] {
@@ -127,10 +141,12 @@ mod tests {
             file
         };
         let (outer, inner) = (key("outer-key"), key("inner-key"));
-        let only = |store: &str, key: &PathBuf| StoreKeys::new([(place(store), key.clone())]);
+        let file = |key: &PathBuf| KeyOfStores::File(key.clone());
+        let only = |store: &str, key: &PathBuf| StoreKeys::new([(place(store), file(key))]);
         let keys = StoreKeys::new([
-            (place("sealed"), outer.clone()),
-            (place("sealed/shop"), inner.clone()),
+            (place("sealed"), file(&outer)),
+            (place("sealed/shop"), file(&inner)),
+            (place("sealed/known"), KeyOfStores::Plain),
         ]);
         StoreKeys::default().create(&place("sealed/old")).unwrap();
         for (store, key) in [("sealed/db", &outer), ("sealed/shop/db", &inner)] {
@@ -143,5 +159,8 @@ mod tests {
         StoreKeys::default().open(&place("sealed-not")).unwrap();
         let in_plain = keys.create(&place("sealed/old"));
         assert!(matches!(in_plain, Err(StoreError::NotEncrypted(_))), "{in_plain:?}");
+        // One that was made before, and is to stay what it is.
+        keys.create(&place("sealed/known")).unwrap();
+        StoreKeys::default().open(&place("sealed/known")).unwrap();
     }
 }

@@ -166,8 +166,12 @@ impl Host {
         self.capabilities
             .check_cpu(definition.cpu.as_deref())
             .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
+        let cpu = CpuNeeds::of(&definition, accelerator);
+        if let Err(problem) = Capabilities::check_portable(&cpu) {
+            warn!(vm = %definition.name, "it can be neither protected nor restored elsewhere: {problem}");
+        }
         self.capabilities
-            .check_processor(&CpuNeeds::of(&definition, accelerator))
+            .check_processor(&cpu)
             .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
         self.check_bridges(&definition.cards)?;
         self.check_memory(definition.memory.bytes())?;

@@ -72,6 +72,8 @@ enum Former {
     Keeper,
     /// A daemon that has left of it what this one cannot read.
     Other,
+    /// A daemon, whose custodian of it does not answer for now.
+    Silent,
 }
 
 /// A VM is between two keepers, until this is dropped.
@@ -100,7 +102,7 @@ impl Orphans {
         let orphans = self.0.lock();
         let Waiting { why, of, .. } = orphans.get(vm)?;
         Some(match of {
-            Former::Daemon => {
+            Former::Daemon | Former::Silent => {
                 format!("outlived this host's last daemon, and is being taken back: {why}")
             }
             Former::Keeper => format!("stands still between two keepers: {why}"),
@@ -113,7 +115,12 @@ impl Orphans {
         self.of(|former| former == Former::Other)
     }
 
-    /// Those of which nobody else tells: between two keepers, or left by another version.
+    /// Those that stand still until somebody does something about it.
+    fn problems(&self) -> Vec<VmName> {
+        self.of(|former| matches!(former, Former::Other | Former::Silent))
+    }
+
+    /// Those of which nobody else tells: between two keepers, left by another version, or by a custodian that is silent.
     pub fn untold(&self) -> Vec<VmName> {
         self.of(|former| former != Former::Daemon)
     }
@@ -218,7 +225,7 @@ impl Host {
                         (Unfound::Ended, _) => drop(fs::remove_file(directory.join(OF_RESTORE))),
                         (Unfound::Never, Some(vm)) => self.leave_to_custodian(&vm, &error),
                         (Unfound::Later, Some(vm)) => {
-                            self.orphans.insert(&vm, &silent_words(&error), Former::Daemon);
+                            self.orphans.insert(&vm, &silent_words(&error), Former::Silent);
                             silent.push(vm);
                         }
                         (_, None) => {}
@@ -231,14 +238,24 @@ impl Host {
 
     /// Takes a guest back as soon as its custodian answers.
     pub(crate) fn take_back_silent(self: &Arc<Self>, vm: &VmName) -> io::Result<()> {
+        self.look_until(vm, AGAIN, Host::has_found_silent)
+    }
+
+    /// Looks at a guest again and again, after such pauses, until `is_done` says so.
+    fn look_until(
+        self: &Arc<Self>,
+        vm: &VmName,
+        pause: Duration,
+        is_done: fn(&Arc<Host>, &VmName) -> bool,
+    ) -> io::Result<()> {
         let (host, name) = (Arc::downgrade(self), vm.clone());
         let look = move || {
             while let Some(host) = host.upgrade() {
-                if host.has_found_silent(&name) {
+                if is_done(&host, &name) {
                     return;
                 }
                 drop(host);
-                thread::sleep(AGAIN);
+                thread::sleep(pause);
             }
         };
         containment::spawn_for(self, vm, "orphan", look)
@@ -253,6 +270,7 @@ impl Host {
         }
         let error = match find(&directory) {
             Ok(orphan) => {
+                self.orphans.add(vm);
                 self.take_back(orphan);
                 return true;
             }
@@ -296,17 +314,7 @@ impl Host {
     }
 
     fn look_after(self: &Arc<Self>, vm: &VmName) -> io::Result<()> {
-        let (host, name) = (Arc::downgrade(self), vm.clone());
-        let look = move || {
-            while let Some(host) = host.upgrade() {
-                if host.has_left_custodian(&name) {
-                    return;
-                }
-                drop(host);
-                thread::sleep(LOOK);
-            }
-        };
-        containment::spawn_for(self, vm, "orphan", look)
+        self.look_until(vm, LOOK, |host, vm| host.has_left_custodian(vm))
     }
 
     fn has_left_custodian(&self, vm: &VmName) -> bool {
@@ -333,7 +341,7 @@ impl Host {
     /// What is wrong with the host for the sake of those that it cannot take back.
     pub(crate) fn problems_of_orphans(&self) -> Vec<String> {
         let told = |vm: &VmName| Some(format!("{vm} {}", self.orphans.why(vm)?));
-        self.orphans.unread().iter().filter_map(told).collect()
+        self.orphans.problems().iter().filter_map(told).collect()
     }
 
     /// Whether a VM is between two keepers: either may be there, and the next may have the VM's place without having the

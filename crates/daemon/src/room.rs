@@ -64,21 +64,22 @@ impl Host {
             full: sum(offer.disk_bytes.iter().copied()),
             free: free_in(directory)?,
         };
-        match space.refusal(&self.config.name, directory) {
-            Some(message) => Err(HostError::new(ErrorKind::Invalid, message)),
-            None => Ok(space.warning(&self.config.name, directory)),
-        }
+        self.check_space(&space, directory)?;
+        Ok(space.warning(&self.config.name, directory))
     }
 
-    /// Refuses disks, of which images are to be made that take so much now, for which there is no room.
-    pub(crate) fn check_room_for_disks(&self, used: u64) -> Result<(), HostError> {
+    /// Refuses a VM's disks, of which images are to be made that take so much now, for which there is no room.
+    pub(crate) fn check_room_for_disks(&self, vm: &VmName, used: u64) -> Result<(), HostError> {
         fail::fail_point!("room-for-any-disk", |_| Ok(()));
-        let directory = &self.config.state_dir;
-        let space = DiskSpace { used, full: used, free: free_in(directory)? };
-        match space.refusal(&self.config.name, directory) {
-            Some(message) => Err(HostError::new(ErrorKind::Invalid, message)),
-            None => Ok(()),
-        }
+        // Its directory may be on a file system of its own.
+        let own = vm.below(&self.config.state_dir);
+        let directory = if own.exists() { &own } else { &self.config.state_dir };
+        self.check_space(&DiskSpace { used, full: used, free: free_in(directory)? }, directory)
+    }
+
+    fn check_space(&self, space: &DiskSpace, directory: &Path) -> Result<(), HostError> {
+        let refusal = space.refusal(&self.config.name, directory);
+        refusal.map_or(Ok(()), |message| Err(HostError::new(ErrorKind::Invalid, message)))
     }
 
     /// Bytes of memory that this host could promise to further VMs.

@@ -113,7 +113,7 @@ impl Host {
         }
         // Where there are images of it they are brought up to date, or give way.
         match self.record(vm) {
-            Ok(None) => self.check_room_for_disks(offered.disk_used),
+            Ok(None) => self.check_room_for_disks(vm, offered.disk_used),
             _ => Ok(()),
         }
     }
@@ -121,6 +121,7 @@ impl Host {
     /// Refuses a guest that this host's KVM or processor cannot run as it ran elsewhere.
     pub(crate) fn check_cpu_needs(&self, needs: &CpuNeeds) -> Result<(), CapabilityError> {
         self.capabilities.check_accelerator(needs.accelerator)?;
+        Capabilities::check_portable(needs)?;
         Capabilities::check_tsc(needs)?;
         self.capabilities.check_processor(needs)
     }

@@ -1,5 +1,5 @@
 use super::*;
-use crate::{Headway, Verdict};
+use crate::{Behind, Headway, Verdict};
 
 /// A primary that has just begun, with a detector of 100 ms.
 fn fresh() -> Primary {
@@ -188,6 +188,22 @@ fn a_backup_that_is_heard_and_acknowledges_nothing_is_given_up() {
     );
     let PrimaryPhase::Alone(Some(reason)) = primary.phase() else { panic!() };
     assert!(reason.contains("epoch 2 has been on its way to it for 1498 ms"), "{reason}");
+}
+
+/// There is nothing to contest: no epoch is its own, and no barrier holds the output that would wait for the verdict.
+#[test]
+fn a_first_copy_that_is_stuck_for_want_of_room_ends_and_contests_nothing() {
+    let mut primary = fresh();
+    let behind = Behind { held_up: Some(Time(Duration::from_millis(10))), output_due: None };
+    let waits = PrimaryEvent::Headway(Headway { behind, ..Headway::default() });
+    assert_eq!(handle(&mut primary, 20, waits), []);
+    let mut told = Vec::new();
+    for beat in 1..600 {
+        handle(&mut primary, beat * 20, PrimaryEvent::Heard);
+        told.extend(handle(&mut primary, beat * 20, PrimaryEvent::Tick));
+    }
+    assert_eq!(told, [PrimaryAction::ClosePeer, PrimaryAction::OpenOutput]);
+    assert!(matches!(primary.phase(), PrimaryPhase::Alone(Some(_))), "{:?}", primary.phase());
 }
 
 #[test]

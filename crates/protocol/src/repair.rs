@@ -109,6 +109,8 @@ pub struct Repair {
     failures: Vec<(HostName, Time)>,
     /// Hosts that were replaced, how often, and when last.
     replaced: Vec<(HostName, u32, Time)>,
+    /// The host that was to be given up last; it may have stayed.
+    proposed: Option<HostName>,
     wait: Duration,
     protected_at: Option<Time>,
 }
@@ -121,6 +123,7 @@ impl Default for Repair {
             round: Vec::new(),
             failures: Vec::new(),
             replaced: Vec::new(),
+            proposed: None,
             wait: FIRST_WAIT,
             protected_at: None,
         }
@@ -177,6 +180,9 @@ impl Repair {
     fn lost(&mut self, now: Time, jitter: u32, reason: String, actions: &mut Vec<RepairAction>) {
         match self.phase.clone() {
             RepairPhase::Idle | RepairPhase::Replacing(_) => {
+                if let Some(host) = self.proposed.take() {
+                    self.was_replaced(now, host);
+                }
                 let stood = self.protected_at.take().map(|since| now - since);
                 self.reason = reason;
                 if stood.is_some_and(|stood| stood < STABLE) {
@@ -200,6 +206,7 @@ impl Repair {
 
     fn sick(&mut self, host: HostName, reason: String, actions: &mut Vec<RepairAction>) {
         if self.phase == RepairPhase::Idle {
+            self.proposed = None;
             self.phase = RepairPhase::Replacing(host);
             self.reason = reason;
             actions.push(RepairAction::Survey);
@@ -234,7 +241,7 @@ impl Repair {
             let words = format!("host {host} could not take over: {}", self.reason);
             let other = &other.host;
             actions.push(RepairAction::Replace(format!("{words}; host {other} would take it")));
-            self.was_replaced(now, host.clone());
+            self.proposed = Some(host.clone());
             self.failed(now, host);
         }
     }

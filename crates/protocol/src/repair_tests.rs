@@ -154,6 +154,18 @@ fn a_host_that_was_replaced_is_borne_with_twice_as_long_the_next_time() {
     replaced(&mut forgotten, 2 + day, 1);
 }
 
+// The host may be unable to write the arbiter's next record: then nobody is given up.
+#[test]
+fn a_host_that_stayed_although_another_would_take_the_vm_is_borne_with_as_before() {
+    let mut repair = Repair::default();
+    for times in 1..4 {
+        assert_eq!(step(&mut repair, u64::from(times), sick_for(times)), [RepairAction::Survey]);
+        let found = RepairEvent::Surveyed(vec![fit("c", 1)]);
+        let told = step(&mut repair, u64::from(times), found);
+        assert!(matches!(told[..], [RepairAction::Replace(_)]), "{told:?}");
+    }
+}
+
 #[test]
 fn a_backup_that_is_sick_stays_where_no_other_host_would_do() {
     let mut repair = Repair::default();

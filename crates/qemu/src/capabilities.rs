@@ -271,6 +271,16 @@ impl Capabilities {
         })
     }
 
+    /// Refuses a guest to which another host's processor would look different, whatever that host is.
+    pub fn check_portable(needs: &CpuNeeds) -> Result<(), CapabilityError> {
+        match (needs.accelerator, &needs.model) {
+            (Accelerator::Kvm, Some(model)) => of_the_host(model).map_or(Ok(()), |property| {
+                Err(CapabilityError::OfTheHost { model: model.clone(), property })
+            }),
+            _ => Ok(()),
+        }
+    }
+
     /// Refuses a guest that this host's processor cannot run as the guest needs it.
     pub fn check_processor(&self, needs: &CpuNeeds) -> Result<(), CapabilityError> {
         let (Accelerator::Kvm, Some(model)) = (needs.accelerator, &needs.model) else {
@@ -278,9 +288,6 @@ impl Capabilities {
         };
         if let Some(flag) = nesting(model) {
             return Err(CapabilityError::Nesting { model: model.clone(), flag: flag.to_owned() });
-        }
-        if let Some(property) = of_the_host(model) {
-            return Err(CapabilityError::OfTheHost { model: model.clone(), property });
         }
         let own = Vendor::of_this_machine();
         if let Some(wanted) = needs.other_vendor(own.as_ref()).cloned() {

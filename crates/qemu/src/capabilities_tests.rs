@@ -102,6 +102,17 @@ fn a_guest_from_a_processor_of_another_maker_is_refused() {
     check(Accelerator::Kvm, "Haswell", "none: a host of an older version").unwrap();
     let own = Vendor::of_this_machine().expect("the processor has a maker");
     check(Accelerator::Kvm, "Haswell", &String::from(own)).unwrap();
-    let words = check(Accelerator::Kvm, "Haswell,pmu=on", "CentaurHauls").unwrap_err();
+}
+
+#[test]
+fn a_guest_that_sees_something_of_the_hosts_own_processor_starts_and_is_not_portable() {
+    let qemu = answers((10, 0), true).judge(Path::new("qemu")).unwrap();
+    let needs = |accelerator| {
+        let model = Some("Haswell,pmu=on".to_owned());
+        CpuNeeds { accelerator, model, tsc: None, vendor: None }
+    };
+    let words = Capabilities::check_portable(&needs(Accelerator::Kvm)).unwrap_err().to_string();
     assert!(words.contains("pmu") && words.contains("remove it"), "{words}");
+    qemu.check_processor(&needs(Accelerator::Kvm)).unwrap();
+    Capabilities::check_portable(&needs(Accelerator::Tcg)).unwrap();
 }

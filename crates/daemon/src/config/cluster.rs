@@ -15,7 +15,8 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 use toml::Spanned;
-use understudy_cluster::store_keys::{StoreKeys, Stores};
+use tracing::warn;
+use understudy_cluster::store_keys::{KeyOfStores, StoreKeys, Stores};
 use understudy_protocol::{GroupName, HostName, VmName};
 use understudy_report::error::HostError;
 use understudy_snapshot::{NoAddress, Retention, StoreAddress};
@@ -58,6 +59,9 @@ pub(super) struct RawCluster {
     keep_hours: Option<Spanned<i64>>,
 }
 
+/// Stands for the file of a key: below an encrypted store, one that is not.
+const PLAIN: &str = "plain";
+
 /// A year has so many: what is meant to be longer is meant to be never.
 const MOST_MINUTES: i64 = 366 * 24 * 60;
 const MOST_MEMBERS: usize = 64;
@@ -67,7 +71,6 @@ pub(super) fn check(
     raw: BTreeMap<Spanned<String>, RawCluster>,
 ) -> Result<BTreeMap<GroupName, ClusterConfig>, HostError> {
     let mut clusters: BTreeMap<GroupName, ClusterConfig> = BTreeMap::new();
-    let mut spans = BTreeMap::new();
     for (name, raw) in raw {
         let field = format!("cluster.{}", name.get_ref());
         let parsed: GroupName = source.name(&field, &name)?;
@@ -80,17 +83,17 @@ pub(super) fn check(
         if let Some(message) = elsewhere {
             return Err(source.wrong(&format!("{field}.members"), members_span, &message));
         }
-        spans.insert(parsed.clone(), name.span());
         clusters.insert(parsed, cluster);
     }
     for (name, cluster) in &clusters {
         let is_vm =
             |known: &ClusterConfig| known.members.keys().any(|vm| GroupName::from(vm) == *name);
         if clusters.values().any(is_vm) && !cluster.is_only(name) {
-            let message = format!(
-                "a VM is called {name}, too: its own snapshots and the cluster's would be one; give the cluster another name"
+            // It was let pass once, and a host that does not start is worse than a VM without snapshots of its own.
+            warn!(
+                "[cluster.{name}]: a VM is called {name}, too: its own snapshots and the cluster's would be one, so \
+                 the VM has none; give the cluster another name"
             );
-            return Err(source.wrong(&format!("cluster.{name}"), spans[name].clone(), &message));
         }
     }
     Ok(clusters)
@@ -104,7 +107,11 @@ pub(super) fn check_keys(
     let check = |(location, file): (Spanned<String>, Spanned<PathBuf>)| {
         let field = format!("snapshot_keys.{:?}", location.get_ref());
         let address = check_store(source, &field, &location)?;
-        Ok((address, source.absolute(&field, file)?))
+        let key = match file.get_ref().to_str() {
+            Some(PLAIN) => KeyOfStores::Plain,
+            _ => KeyOfStores::File(source.absolute(&field, file)?),
+        };
+        Ok((address, key))
     };
     Ok(StoreKeys::new(raw.into_iter().map(check).collect::<Result<Vec<_>, HostError>>()?))
 }

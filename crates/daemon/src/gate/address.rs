@@ -109,7 +109,13 @@ mod tests {
                 assert!(is_missing(&address) && TcpStream::connect(address).is_err());
                 ip(add);
                 assert!(!is_missing(&address));
-                let _connection = TcpStream::connect(address).unwrap();
+                // The way to an address of version 6 comes a moment after it.
+                let deadline = Instant::now() + Duration::from_secs(10);
+                let connected = || TcpStream::connect(address);
+                while connected().is_err() && Instant::now() < deadline {
+                    thread::sleep(Duration::from_millis(5));
+                }
+                let _connection = connected().unwrap();
                 listener.accept().unwrap();
                 assert_eq!(bind_ahead(&address).unwrap_err(), Errno::EADDRINUSE);
             }

@@ -235,6 +235,8 @@ pub(super) fn admit(config: &HostConfig, vm: &VmName, keeper: u32) -> Result<(),
 
 /// Whether a path is the same for a keeper as it is here.
 fn sees(keeper: u32, path: &Path) -> anyhow::Result<bool> {
+    // A link that begins with `/` would lead back here.
+    let path = &fs::canonicalize(path)?;
     let theirs =
         Path::new("/proc").join(keeper.to_string()).join("root").join(path.strip_prefix("/")?);
     match fs::metadata(theirs) {

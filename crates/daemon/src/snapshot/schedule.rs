@@ -22,6 +22,9 @@ const LOOK: Duration = Duration::from_secs(1);
 /// taken.
 const FIRST: Duration = Duration::from_secs(60);
 
+/// The attempt which, put off, is told as a failure.
+const TOLD_AFTER: u32 = 5;
+
 /// Pause before one that something was in the way of is tried again.
 const AGAIN: Duration = Duration::from_secs(60);
 
@@ -47,9 +50,14 @@ fn run(host: &Weak<Host>, name: &GroupName, cluster: &ClusterConfig) {
             continue;
         }
         if let Err(error) = host.snapshot_cluster(name, &SnapshotRequest::default()) {
-            if error.kind == ErrorKind::Conflict && timetable.put_off(Instant::now()) {
+            // What is in the way, another snapshot or a VM that does not run yet, may pass.
+            let passes = matches!(error.kind, ErrorKind::Conflict | ErrorKind::NotFound);
+            let put_off = if passes { timetable.put_off(Instant::now()) } else { None };
+            if let Some(times) = put_off {
                 info!("the snapshot of {name} that is due is tried again in a minute: {error}");
-                continue;
+                if times != TOLD_AFTER {
+                    continue;
+                }
             }
             let (group, reason) = (name.clone(), error.to_string());
             host.events.record(EventKind::SnapshotFailed { group, reason });
@@ -75,11 +83,13 @@ struct Timetable {
     next: Instant,
     /// Time of the next attempt: then, or before.
     due: Instant,
+    /// How often this period's has been put off.
+    put_off: u32,
 }
 
 impl Timetable {
     fn new(first: Instant, every: Duration) -> Timetable {
-        Timetable { every, next: first, due: first }
+        Timetable { every, next: first, due: first, put_off: 0 }
     }
 
     /// Whether one is to be taken now.
@@ -88,6 +98,7 @@ impl Timetable {
         if is_due {
             if now >= self.next {
                 self.next = now + self.every;
+                self.put_off = 0;
             }
             self.due = self.next;
         }
@@ -95,14 +106,14 @@ impl Timetable {
     }
 
     /// What was in the way of it passes, as a sweep does: it is tried again, unless the next one is due before
-    /// that. Returns whether it is.
-    fn put_off(&mut self, now: Instant) -> bool {
+    /// that. Returns how often it has been; none if it is not.
+    fn put_off(&mut self, now: Instant) -> Option<u32> {
         let again = now + AGAIN;
-        let is_before = again < self.next;
-        if is_before {
+        (again < self.next).then(|| {
             self.due = again;
-        }
-        is_before
+            self.put_off += 1;
+            self.put_off
+        })
     }
 }
 
@@ -165,15 +176,18 @@ mod tests {
         assert!(!timetable.begins(at(59)) && timetable.begins(at(60)));
         for minutes in 60..119 {
             assert!(!timetable.begins(at(minutes)), "at {minutes}");
-            assert!(timetable.put_off(at(minutes)), "at {minutes}");
+            assert!(timetable.put_off(at(minutes)).is_some(), "at {minutes}");
             if minutes < 118 {
                 assert!(timetable.begins(at(minutes + 1)), "a minute after {minutes}");
             }
         }
-        assert!(timetable.begins(at(119)) && !timetable.put_off(at(119)), "the next is due");
+        assert!(
+            timetable.begins(at(119)) && timetable.put_off(at(119)).is_none(),
+            "the next is due"
+        );
         assert!(timetable.begins(at(120)) && !timetable.begins(at(179)), "it was taken");
         assert!(timetable.begins(at(180)));
         let mut often = Timetable::new(start, minute);
-        assert!(often.begins(start) && !often.put_off(start), "a minute is its period");
+        assert!(often.begins(start) && often.put_off(start).is_none(), "a minute is its period");
     }
 }

@@ -92,16 +92,18 @@ impl Coordinator {
         let mut actions = Vec::new();
         let members = self.task.group.vms.len();
         let mut taker = Taker::new(number, members, clock::now(), &mut actions);
+        let mut prepares = true;
         loop {
             for action in std::mem::take(&mut actions) {
                 self.perform(number, action);
             }
             let Some(deadline) = taker.deadline() else { break };
             let event = self.heard.recv_timeout(deadline - clock::now());
+            prepares = *taker.phase() == TakerPhase::Preparing;
             taker.handle(clock::now(), event.unwrap_or(TakerEvent::Tick), &mut actions);
         }
         match taker.phase() {
-            TakerPhase::Failed(failure) => Err(self.explain(number, failure)),
+            TakerPhase::Failed(failure) => Err(self.explain(number, failure, prepares)),
             _ => self.store.snapshot(&group, Some(number)).map_err(|error| store_error("", error)),
         }
     }
@@ -153,7 +155,7 @@ impl Coordinator {
         }
     }
 
-    fn explain(&self, number: SnapshotNumber, failure: &Failure) -> HostError {
+    fn explain(&self, number: SnapshotNumber, failure: &Failure, prepares: bool) -> HostError {
         let group = &self.task.group;
         let who = match failure.member {
             Some(member) => {
@@ -169,7 +171,9 @@ impl Coordinator {
             group.name,
             if group.vms.len() == 1 { "the VM runs" } else { "the VMs run" },
         );
-        HostError::new(ErrorKind::Internal, message)
+        // What kept it from beginning may pass, as another snapshot does.
+        let kind = if prepares { ErrorKind::Conflict } else { ErrorKind::Internal };
+        HostError::new(kind, message)
     }
 }
 

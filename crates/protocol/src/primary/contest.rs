@@ -21,8 +21,12 @@ impl Primary {
         )
     }
 
-    /// The backup lives and is of no use.
+    /// The backup lives and is of no use. Before it may be entitled there is nothing to contest, and no barrier that
+    /// would hold output meanwhile.
     pub(super) fn peer_useless(&mut self, reason: String, actions: &mut Vec<PrimaryAction>) {
+        if !self.backup_may_be_entitled() {
+            return self.peer_lost(reason, actions);
+        }
         self.peer_unaware = true;
         self.contest(reason, actions);
     }

@@ -173,19 +173,12 @@ impl Lead {
             Event::Captured => self.decide(now, PrimaryEvent::Captured, effects),
             Event::CapturedLast => self.decide(now, PrimaryEvent::CapturedLast, effects),
             Event::Acknowledged(epoch) => {
-                let syncs = *self.core.phase() == PrimaryPhase::Syncing;
                 self.decide(now, PrimaryEvent::Acknowledged(epoch), effects);
-                let begins = syncs && *self.core.phase() == PrimaryPhase::Protected;
-                if begins && self.whole.contains(&false) {
-                    self.standing.fills(now);
-                }
             }
             Event::Whole(place) => {
-                let fills = self.whole.contains(&false);
                 self.whole[place] = true;
-                let syncs = *self.core.phase() == PrimaryPhase::Syncing;
-                if fills && !syncs && !self.whole.contains(&false) {
-                    self.standing.is_whole(now);
+                if !self.whole.contains(&false) {
+                    self.standing.count_anew(now);
                 }
             }
             Event::Heard => self.decide(now, PrimaryEvent::Heard, effects),
@@ -202,7 +195,8 @@ impl Lead {
                 self.decide(now, PrimaryEvent::Tick, effects);
                 if *self.core.phase() == PrimaryPhase::Protected {
                     let told = |(reason, times)| Effect::BackupSick { reason, times };
-                    effects.extend(self.standing.lasting(now).map(told));
+                    let first_copy = self.whole.contains(&false);
+                    effects.extend(self.standing.lasting(now, first_copy).map(told));
                 }
             }
             // It may be well again.

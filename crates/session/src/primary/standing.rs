@@ -32,16 +32,16 @@ pub struct Standing {
     obstacle: Option<String>,
     /// An obstacle is lasting after so long, and again as long after.
     sick: Duration,
-    /// Time at which it is lasting next.
-    lasting_at: Time,
-    /// Number of times that it was.
+    /// Time from which that counts.
+    since: Time,
+    /// Number of times that it was lasting.
     lasted: u32,
 }
 
 impl Standing {
     /// The standing of a backup which has just taken the offer, and whose words count for so long.
     pub fn new(fresh: Duration, now: Time) -> Standing {
-        Standing { fresh, heard: now, obstacle: None, sick: SICK, lasting_at: now, lasted: 0 }
+        Standing { fresh, heard: now, obstacle: None, sick: SICK, since: now, lasted: 0 }
     }
 
     /// The same, of which an obstacle is lasting after so long.
@@ -62,7 +62,7 @@ impl Standing {
         match (before, &self.obstacle) {
             (None, Some(reason)) => {
                 let reason = reason.clone();
-                self.count(now, self.sick);
+                self.count_anew(now);
                 Some(Effect::BackupUnfit(reason))
             }
             (Some(_), None) => Some(Effect::BackupFit),
@@ -70,26 +70,17 @@ impl Standing {
         }
     }
 
-    /// The first copy is with the backup, and on its way to the disks there.
-    pub fn fills(&mut self, now: Time) {
-        self.count(now, self.sick * FIRST_COPY);
-    }
-
-    /// It is on them.
-    pub fn is_whole(&mut self, now: Time) {
-        self.count(now, self.sick / FIRST_COPY);
-    }
-
-    fn count(&mut self, now: Time, sick: Duration) {
-        (self.sick, self.lasting_at, self.lasted) = (sick, now + sick, 0);
+    /// What is lasting counts from now.
+    pub fn count_anew(&mut self, now: Time) {
+        (self.since, self.lasted) = (now, 0);
     }
 
     /// What the backup has said for long of why it could not take over, and for how many times as long as that takes;
-    /// once for each.
-    pub fn lasting(&mut self, now: Time) -> Option<(String, u32)> {
-        let lasts = now >= self.lasting_at && !planted!(KeepTheSick);
+    /// once for each. `first_copy`: that is not yet on its disks.
+    pub fn lasting(&mut self, now: Time, first_copy: bool) -> Option<(String, u32)> {
+        let sick = if first_copy { self.sick * FIRST_COPY } else { self.sick };
+        let lasts = now >= self.since + sick * (self.lasted + 1) && !planted!(KeepTheSick);
         let reason = self.obstacle.as_ref().filter(|_| lasts)?;
-        self.lasting_at = now + self.sick;
         self.lasted += 1;
         Some((reason.clone(), self.lasted))
     }

@@ -29,7 +29,8 @@ pub enum StoreError {
     /// A key was given for a store that is not sealed.
     #[error(
         "the snapshot store at {0} is not encrypted, but a key is configured for it: what is \
-         there stays readable; take snapshots into a new store, or leave the key out"
+         there stays readable; take snapshots into a new store, or leave the key out; if that is the key of a \
+         store above it, say \"plain\" for this one in [snapshot_keys]"
     )]
     NotEncrypted(String),
     /// No key can be had to open the store with.

@@ -22,8 +22,8 @@ fn holds(directory: &Path, words: &str) -> Result<bool> {
 #[test]
 fn an_encrypted_snapshot_is_restored_with_its_key_alone() {
     let directory = tempfile::tempdir().expect("a directory for the test");
-    let [store, key, other] =
-        ["store", "key", "other"].map(|name| directory.path().join(name).display().to_string());
+    let [store, plain, key, other] = ["store", "plain", "key", "other"]
+        .map(|name| directory.path().join(name).display().to_string());
     let with = |key: &str| {
         let settings = format!("{}[snapshot_keys]\n\"{store}\" = \"{key}\"\n", daemon().settings);
         HostOptions { settings, ..daemon() }
@@ -40,6 +40,7 @@ fn an_encrypted_snapshot_is_restored_with_its_key_alone() {
         let sums = busy(scene, &mut shell)?;
         let take = ["vm", "snapshot", VM, "--compression", "none", "--store", &store];
         json(scene, "a", &take)?;
+        json(scene, "a", &["vm", "snapshot", VM, "--compression", "none", "--store", &plain])?;
         // Before, the list of all groups did without the key.
         let all = json(scene, "a", &["cluster", "snapshots", "--store", &store])?;
         ensure!(all[0]["group"] == VM && all[0]["damage"].is_null(), "{all}");
@@ -50,6 +51,7 @@ fn an_encrypted_snapshot_is_restored_with_its_key_alone() {
         // What every snapshot of a Linux guest has in the clear otherwise.
         for words in ["\"definition\"", "Linux version"] {
             ensure!(!holds(Path::new(&store), words)?, "{words:?}");
+            ensure!(holds(Path::new(&plain), words)?, "it is in no snapshot: {words:?}");
         }
         let restore = ["vm", "restore", VM, "--store", &store];
         let (_, words) = refusal(scene.host("b")?, &restore)?;

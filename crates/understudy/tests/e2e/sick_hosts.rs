@@ -119,7 +119,7 @@ fn a_backup_that_gets_heartbeats_and_no_data_is_given_up() {
 
 /// Writes more than waits to be sent at most, once the guest has been silent for so long that no epoch is on its way.
 const WRITE_LATER: &str =
-    "sleep 6; while :; do dd if=/dev/zero of=/data/much bs=1M count=64 conv=notrunc,fsync; done";
+    "sleep 4; while :; do dd if=/dev/zero of=/data/much bs=1M count=64 conv=notrunc,fsync; done";
 
 /// The guest stood still until the system gave the connection up, 20 to 30 s, and `status` said "protected": nothing was on its way
 /// that could have been late.
