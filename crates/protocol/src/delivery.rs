@@ -5,6 +5,9 @@
 //! epoch that is not acknowledged has a deadline, which begins anew only when something of it moves:
 //! bytes that arrive at the backup's host, until all of it has; or the backup's own work. A large epoch
 //! on a slow link is no failure; silence is one, and so is what moves for ever.
+//!
+//! Much of an epoch is sent while it runs. Where none is on its way, and what is to be sent waits for
+//! room, the epoch that runs is as good as captured: it cannot be, before there is room.
 
 use crate::{Epoch, Time};
 use std::collections::VecDeque;
@@ -32,6 +35,28 @@ pub struct Headway {
     pub whole: Epoch,
     /// Progress that it has made with what it has: a count of its own, which only grows.
     pub done: u64,
+    /// What waits here meanwhile.
+    pub behind: Behind,
+}
+
+/// What waits to be sent to the backup.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Behind {
+    /// Time since which something has waited for room in the queue, and nothing got any.
+    pub held_up: Option<Time>,
+    /// Time at which the epoch that runs was to end at the latest, for the sake of its output.
+    pub output_due: Option<Time>,
+}
+
+impl Behind {
+    /// What waits of two: the one that waits longer.
+    fn beside(self, other: Behind) -> Behind {
+        let earlier = |one: Option<Time>, other| one.into_iter().chain(other).min();
+        Behind {
+            held_up: earlier(self.held_up, other.held_up),
+            output_due: earlier(self.output_due, other.output_due),
+        }
+    }
 }
 
 impl Headway {
@@ -41,6 +66,7 @@ impl Headway {
             bytes: self.bytes + other.bytes,
             whole: self.whole.min(other.whole),
             done: self.done + other.done,
+            behind: self.behind.beside(other.behind),
         }
     }
 }
@@ -48,7 +74,9 @@ impl Headway {
 /// An epoch that is past its deadline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Late {
-    /// Time for which the epoch has been on its way.
+    /// Whether it was captured; else it waits for room.
+    pub captured: bool,
+    /// Time for which the epoch has been on its way, or has waited.
     pub age: Duration,
     /// Time for which nothing has moved.
     pub quiet: Duration,
@@ -66,13 +94,18 @@ pub struct Delivery {
     moved: Time,
     /// An epoch has been acknowledged.
     begun: bool,
+    behind: Behind,
+    /// Time from which on what is held up counts, whenever it began to wait: this host has stood still
+    /// until then, or an epoch before it was on its way.
+    counts_from: Time,
 }
 
 impl Delivery {
     /// A delivery that gives an epoch so long without any movement.
     pub fn new(bound: Duration, now: Time) -> Delivery {
         let (captured, headway) = (VecDeque::new(), Headway::default());
-        Delivery { bound, captured, headway, moved: now, begun: false }
+        let behind = Behind::default();
+        Delivery { bound, captured, headway, moved: now, begun: false, behind, counts_from: now }
     }
 
     /// An epoch is on its way.
@@ -81,14 +114,16 @@ impl Delivery {
     }
 
     /// Notes that so many epochs are on the backup.
-    pub fn acknowledged(&mut self, epochs: usize) {
+    pub fn acknowledged(&mut self, now: Time, epochs: usize) {
         self.captured.drain(..epochs.min(self.captured.len()));
         self.begun = true;
+        self.counts_from = now;
     }
 
     /// Notes that so much has got there, while `oldest` is the oldest epoch that is not
     /// acknowledged. Once all of that is there no more bytes tell of it: they are of later ones.
     pub fn headway(&mut self, now: Time, headway: Headway, oldest: Epoch) {
+        self.behind = headway.behind;
         let bytes = headway.bytes.saturating_sub(self.headway.bytes);
         let travels = headway.whole < oldest || planted!(LaterBytesCount);
         let moved = (travels && bytes >= LEAST_BYTES) || headway.done > self.headway.done;
@@ -98,38 +133,52 @@ impl Delivery {
         }
     }
 
-    /// Notes that this host stood still for so long, which is not the backup's fault.
-    pub fn stood_still(&mut self, span: Duration) {
+    /// Notes that this host stood still for so long until now, which is not the backup's fault.
+    pub fn stood_still(&mut self, now: Time, span: Duration) {
         self.captured.iter_mut().for_each(|at| *at = *at + span);
         self.moved = self.moved + span;
+        self.counts_from = self.held_up().map_or(now, |since| since + span);
     }
 
     /// The oldest epoch, if it is past its deadline.
     pub fn late(&self, now: Time) -> Option<Late> {
-        let oldest = *self.captured.front()?;
+        let (oldest, captured) = (self.oldest()?, !self.captured.is_empty());
         let bound = self.patience();
         let (age, quiet) = (now - oldest, now - oldest.max(self.moved));
-        (quiet > bound || age > bound * MOST_BOUNDS).then_some(Late { age, quiet })
+        (quiet > bound || age > bound * MOST_BOUNDS).then_some(Late { captured, age, quiet })
     }
 
     /// Whether nothing has moved for half of the oldest epoch's time: another path may carry it.
     pub fn is_stuck(&self, now: Time) -> bool {
-        let is_quiet = |oldest: &Time| now - (*oldest).max(self.moved) > self.patience() / 2;
-        self.captured.front().is_some_and(is_quiet)
+        let is_quiet = |oldest: Time| now - oldest.max(self.moved) > self.patience() / 2;
+        self.oldest().is_some_and(is_quiet)
     }
 
     /// The time for which the oldest epoch has been on its way, if that is longer than the bound,
-    /// whatever moves.
+    /// whatever moves. Of the epoch that runs the time counts for which its output should have been on
+    /// its way, if there is no room for it.
     pub fn overdue(&self, now: Time) -> Option<Duration> {
-        let age = now - *self.captured.front()?;
+        let output_due = self.behind.output_due;
+        let held_up = || self.held_up().map(|since| output_due.map_or(since, |due| due.min(since)));
+        let age = now - self.captured.front().copied().or_else(held_up)?;
         (self.begun && age > self.bound).then_some(age)
     }
 
     /// The time at which the oldest epoch will be past its deadline, if nothing moves.
     pub fn deadline(&self) -> Option<Time> {
-        let oldest = *self.captured.front()?;
+        let oldest = self.oldest()?;
         let bound = self.patience();
         Some((oldest.max(self.moved) + bound).min(oldest + bound * MOST_BOUNDS))
+    }
+
+    /// The time of the oldest epoch on its way: at which it was captured, or since which the one that
+    /// runs has been held up.
+    fn oldest(&self) -> Option<Time> {
+        self.captured.front().copied().or_else(|| self.held_up())
+    }
+
+    fn held_up(&self) -> Option<Time> {
+        self.behind.held_up.map(|since| since.max(self.counts_from))
     }
 
     fn patience(&self) -> Duration {
@@ -156,7 +205,7 @@ mod tests {
     fn begun() -> Delivery {
         let mut delivery = Delivery::new(EPOCH_BOUND, at(0));
         delivery.captured(at(0));
-        delivery.acknowledged(1);
+        delivery.acknowledged(at(0), 1);
         delivery
     }
 
@@ -171,7 +220,7 @@ mod tests {
         let late = delivery.late(at(10_001)).unwrap();
         assert_eq!((late.age.as_millis(), late.quiet.as_millis()), (1_001, 1_001));
         // The one behind it has a deadline of its own, which an acknowledgement does not move.
-        delivery.acknowledged(1);
+        delivery.acknowledged(at(10_001), 1);
         assert_eq!(delivery.deadline(), Some(at(10_500)));
     }
 
@@ -234,24 +283,106 @@ mod tests {
         delivery.captured(at(100));
         for tenth in 1..=20 {
             let whole = if tenth >= 5 { OLDEST } else { Epoch(1) };
-            let headway = Headway { bytes: tenth << 20, whole, done: 0 };
+            let headway = Headway { bytes: tenth << 20, whole, ..Headway::default() };
             delivery.headway(at(tenth * 100), headway, OLDEST);
         }
         assert_eq!(delivery.late(at(1_400)), None);
         let late = delivery.late(at(1_401)).unwrap();
         assert_eq!((late.age.as_millis(), late.quiet.as_millis()), (1_401, 1_001));
         // The next one is on its way.
-        delivery.acknowledged(1);
-        let headway = Headway { bytes: 21 << 20, whole: OLDEST, done: 0 };
+        delivery.acknowledged(at(1_401), 1);
+        let headway = Headway { bytes: 21 << 20, whole: OLDEST, ..Headway::default() };
         delivery.headway(at(1_500), headway, OLDEST.next());
         assert_eq!(delivery.late(at(2_500)), None);
     }
 
     #[test]
     fn an_epoch_of_two_is_there_when_both_have_theirs() {
-        let one = Headway { bytes: 5, whole: Epoch(7), done: 1 };
-        let other = Headway { bytes: 6, whole: Epoch(4), done: 2 };
-        assert_eq!(one.beside(other), Headway { bytes: 11, whole: Epoch(4), done: 3 });
+        let behind = |held_up, output_due| Behind { held_up, output_due };
+        let (one, other) = (behind(None, Some(at(3))), behind(Some(at(4)), Some(at(2))));
+        let one = Headway { bytes: 5, whole: Epoch(7), done: 1, behind: one };
+        let other = Headway { bytes: 6, whole: Epoch(4), done: 2, behind: other };
+        let behind = behind(Some(at(4)), Some(at(2)));
+        assert_eq!(one.beside(other), Headway { bytes: 11, whole: Epoch(4), done: 3, behind });
+    }
+
+    /// A delivery of which it is known at `now` that something has been held up, and so much moved.
+    fn held_up(delivery: &mut Delivery, now: u64, since: Option<u64>, moved: u64) {
+        let behind = Behind { held_up: since.map(at), output_due: None };
+        delivery.headway(at(now), Headway { behind, ..bytes(moved) }, OLDEST);
+    }
+
+    /// A backup whose disk hung was once called one for 30 s: it had acknowledged all epochs, and the
+    /// next one could not be captured for want of room.
+    #[test]
+    fn what_is_held_up_before_an_epoch_is_captured_is_as_late_as_the_epoch() {
+        let mut delivery = begun();
+        held_up(&mut delivery, 5_000, Some(5_000), 0);
+        assert_eq!(delivery.deadline(), Some(at(6_000)));
+        assert!(!delivery.is_stuck(at(5_500)) && delivery.is_stuck(at(5_501)));
+        assert_eq!((delivery.late(at(6_000)), delivery.overdue(at(6_000))), (None, None));
+        let late = Late { captured: false, age: EPOCH_BOUND, quiet: EPOCH_BOUND };
+        let late = Late { age: late.age + at(1).0, quiet: late.quiet + at(1).0, ..late };
+        assert_eq!(delivery.late(at(6_001)), Some(late));
+        assert_eq!(delivery.overdue(at(6_001)), Some(late.age));
+        // There is room again.
+        held_up(&mut delivery, 6_001, None, 0);
+        assert_eq!((delivery.late(at(99_000)), delivery.deadline()), (None, None));
+    }
+
+    #[test]
+    fn what_is_held_up_and_moves_is_slow_and_no_more() {
+        let mut delivery = begun();
+        for second in 1..=100 {
+            // One piece after the other gets room.
+            held_up(
+                &mut delivery,
+                second * 900,
+                Some((second * 900).saturating_sub(5_000)),
+                second * LEAST_BYTES,
+            );
+            assert_eq!(delivery.late(at(second * 900 + 950)), None);
+        }
+        // Its output waits for it, however fast the pieces come.
+        let due = |since, due| Behind { held_up: Some(at(since)), output_due: Some(at(due)) };
+        let headway = Headway { behind: due(89_999, 88_000), ..bytes(101 * LEAST_BYTES) };
+        delivery.headway(at(90_000), headway, OLDEST);
+        assert_eq!(delivery.overdue(at(90_000)), Some(Duration::from_secs(2)));
+        let headway = Headway { behind: due(89_999, 90_100), ..headway };
+        delivery.headway(at(90_000), headway, OLDEST);
+        assert_eq!(delivery.overdue(at(90_000)), None, "its output is not due yet");
+    }
+
+    #[test]
+    fn neither_an_epoch_on_its_way_nor_an_own_stall_is_held_against_what_follows() {
+        let mut delivery = begun();
+        delivery.captured(at(1_000));
+        held_up(&mut delivery, 1_100, Some(1_050), 1 << 20);
+        assert_eq!(delivery.deadline(), Some(at(2_100)), "that of the epoch");
+        delivery.acknowledged(at(2_050), 1);
+        assert_eq!(delivery.late(at(3_050)), None);
+        delivery.stood_still(at(9_050), Duration::from_secs(6));
+        assert_eq!(delivery.late(at(9_050)), None);
+        assert!(delivery.late(at(9_051)).is_some(), "1 s of its own and a little");
+        // What is first seen after a stall.
+        held_up(&mut delivery, 9_060, None, 0);
+        delivery.stood_still(at(20_000), Duration::from_secs(10));
+        held_up(&mut delivery, 20_010, Some(10_000), 0);
+        assert_eq!(delivery.late(at(21_000)), None);
+        assert!(delivery.late(at(21_001)).is_some());
+    }
+
+    #[test]
+    fn a_first_copy_that_is_held_up_has_the_first_epochs_time() {
+        let mut delivery = Delivery::new(EPOCH_BOUND, at(0));
+        for time in [1_000, 10_900, 20_800] {
+            held_up(&mut delivery, time, Some(1_000), time * 1_000);
+            assert_eq!(
+                (delivery.late(at(time + 10_000)), delivery.overdue(at(99_000))),
+                (None, None)
+            );
+        }
+        assert!(delivery.late(at(30_801)).is_some());
     }
 
     #[test]
@@ -260,7 +391,7 @@ mod tests {
         delivery.captured(at(0));
         assert_eq!(delivery.late(at(10_000)), None);
         assert!(delivery.late(at(10_001)).is_some());
-        delivery.stood_still(Duration::from_secs(60));
+        delivery.stood_still(at(70_000), Duration::from_secs(60));
         assert_eq!(delivery.late(at(70_000)), None);
         assert!(delivery.late(at(70_001)).is_some());
     }

@@ -52,7 +52,7 @@ mod window;
 pub mod wire;
 
 pub use backup::{Backup, BackupAction, BackupEvent, BackupPhase};
-pub use delivery::{EPOCH_BOUND, Headway};
+pub use delivery::{Behind, EPOCH_BOUND, Headway};
 pub use detector::{Detector, HEARTBEAT_INTERVAL};
 pub use epoch_length::{EndedEpoch, EpochLength};
 pub use frames::{Allowance, CardFrames, KEPT_FOR};

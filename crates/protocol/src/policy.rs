@@ -85,11 +85,15 @@ impl Policy {
     /// The time in which an epoch should reach the backup: an epoch's own length, so that the
     /// link keeps pace, and no less than a slow round trip.
     pub fn transfer_target(&self) -> Duration {
-        let epoch = match *self {
+        self.longest_epoch().max(SHORTEST_TARGET)
+    }
+
+    /// The longest time for which output waits for the end of its epoch, if that can be captured.
+    pub fn longest_epoch(&self) -> Duration {
+        match *self {
             Policy::Interval { hz } => Duration::from_secs(1) / hz,
             Policy::Adaptive { max_epoch_ms, .. } => Duration::from_millis(max_epoch_ms.into()),
-        };
-        epoch.max(SHORTEST_TARGET)
+        }
     }
 }
 

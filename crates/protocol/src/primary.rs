@@ -264,7 +264,7 @@ impl Primary {
             if !planted!(ReleaseAfterStall) {
                 self.releases_from = self.running;
             }
-            self.delivery.stood_still(still);
+            self.delivery.stood_still(now, still);
         }
         self.last_event = now;
     }
@@ -292,7 +292,7 @@ impl Primary {
         }
         let newly = (epoch.0 - self.committed.0) as usize;
         let captured = self.captured_at.drain(..newly).next_back();
-        self.delivery.acknowledged(newly);
+        self.delivery.acknowledged(now, newly);
         self.committed = epoch;
         if let (Output::Unheld, Some(captured), None) = (self.output, captured, self.yielded) {
             // Nothing is left of it if the acknowledgement waited while this host stood still.

@@ -13,7 +13,7 @@ use understudy_protocol::repair::RepairEvent;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{Kind, Message};
 use understudy_protocol::{
-    EPOCH_BOUND, Epoch, EpochDigest, Generation, Headway, PathEvent, PathIndex, Primary,
+    Behind, EPOCH_BOUND, Epoch, EpochDigest, Generation, Headway, PathEvent, PathIndex, Primary,
     PrimaryAction, PrimaryPhase, Rendezvous, Time,
 };
 use understudy_session::primary::{Effect, Event as PrimaryEvent, Lead};
@@ -176,7 +176,8 @@ impl World {
         let whole = session.ends.iter().take_while(|(_, end)| **end <= delivered).last();
         let whole = whole.map_or(Epoch(0), |(epoch, _)| *epoch);
         // Each is as much as counts.
-        let headway = Headway { bytes: delivered << 20, whole, done: session.ways.renewals };
+        let (done, behind) = (session.ways.renewals, Behind::default());
+        let headway = Headway { bytes: delivered << 20, whole, done, behind };
         self.primary_event(host, id, PrimaryEvent::Headway(headway));
     }
 

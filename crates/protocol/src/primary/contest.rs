@@ -12,11 +12,12 @@ const ARBITER_RETRY: Duration = Duration::from_millis(200);
 
 impl Primary {
     pub(super) fn undelivered(&self, late: Late) -> String {
-        let Late { age, quiet } = late;
+        let Late { captured, age, quiet } = late;
         let (epoch, age, quiet) = (self.committed.next(), age.as_millis(), quiet.as_millis());
+        let how = if captured { "been on its way" } else { "waited for room on its way" };
         format!(
-            "the backup is heard, and epoch {epoch} has been on its way to it for {age} ms, for the \
-             last {quiet} without any movement"
+            "the backup is heard, and epoch {epoch} has {how} to it for {age} ms, for the last {quiet} \
+             without any movement"
         )
     }
 

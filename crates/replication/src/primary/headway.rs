@@ -6,7 +6,7 @@ use crate::heartbeat::Pulse;
 use crate::paths::Consequence;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tracing::info;
-use understudy_protocol::{Headway, PathEvent};
+use understudy_protocol::{Behind, Headway, PathEvent, Time};
 use understudy_session::primary::Event;
 
 /// The work of the backup on what it has, as it says.
@@ -44,7 +44,15 @@ impl Session {
         self.work.note(compares);
         // What goes on over another path has a new beginning.
         let done = self.work.signs.load(Ordering::Relaxed) + self.data.renewals();
-        Headway { bytes: self.data.delivered(), whole: self.data.whole(), done }
+        let behind = Behind { held_up: self.outbox.waits_since(), output_due: self.output_due() };
+        Headway { bytes: self.data.delivered(), whole: self.data.whole(), done, behind }
+    }
+
+    /// The time at which the epoch that runs was to end at the latest, for the sake of its output.
+    fn output_due(&self) -> Option<Time> {
+        let last = self.group.rendezvous().last();
+        let since = last.map_or_else(|| self.frames_since(), |last| self.output_since(last));
+        since.map(|since| since + self.policy.longest_epoch())
     }
 
     /// Tells the state machine how far the group's data has got.

@@ -84,6 +84,11 @@ impl Outbox {
         let _ = self.queue.send(Outgoing::End);
     }
 
+    /// The time since which somebody has waited for room, and nobody who did has got any.
+    pub fn waits_since(&self) -> Option<Time> {
+        self.budget.waits_since()
+    }
+
     /// Whether nothing more gets into it.
     pub fn is_closed(&self) -> bool {
         self.budget.is_closed()

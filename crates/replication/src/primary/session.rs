@@ -124,10 +124,15 @@ impl Session {
     /// The time since which output of the epoch that runs has waited, if any does: words on the
     /// console since that epoch began, or later.
     pub(super) fn output_since(&self, last: LastCheckpoint) -> Option<Time> {
+        let console = self.console.as_ref().filter(|console| console.held_bytes() > 0);
+        self.frames_since().into_iter().chain(console.map(|_| last.resumed)).min()
+    }
+
+    /// The same of frames alone.
+    pub(super) fn frames_since(&self) -> Option<Time> {
         let machine = self.machine();
         let frames = machine.ports().iter().filter_map(|port| port.waits_since()).min();
-        let console = self.console.as_ref().filter(|console| console.held_bytes() > 0);
-        frames.map(clock::at).into_iter().chain(console.map(|_| last.resumed)).min()
+        frames.map(clock::at)
     }
 
     /// Bytes that the guest has sent and was given since its cards were opened.

@@ -9,7 +9,7 @@ use understudy_protocol::Policy;
 use understudy_replication::primary::EPOCH_DISK_BYTES;
 
 /// The policy of a guest without output, whose epochs nothing else ends sooner.
-const LONG_EPOCHS: Policy = Policy::Adaptive { max_epoch_ms: 10_000, pause_budget_percent: 10 };
+pub const LONG_EPOCHS: Policy = Policy::Adaptive { max_epoch_ms: 10_000, pause_budget_percent: 10 };
 /// The bytes that the guest writes, in all.
 const WRITTEN: u64 = 256 << 20;
 const WRITE: &str =

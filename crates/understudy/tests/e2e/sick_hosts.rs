@@ -3,6 +3,7 @@
 
 use crate::arbiter::await_fit;
 use crate::cluster_deaths::Moment;
+use crate::full_epochs::LONG_EPOCHS;
 use crate::refusals::log_of;
 use crate::sick_disks::await_no_disk_error;
 use crate::stage::{
@@ -113,6 +114,31 @@ fn a_backup_that_gets_heartbeats_and_no_data_is_given_up() {
         protect_when_taken(scene, "a", "b")?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
+    });
+}
+
+/// Writes more than waits to be sent at most, once no epoch is on its way, and before the guest says something by itself
+/// (its system looks for its neighbour after 5 s).
+const WRITE_LATER: &str =
+    "sleep 3; while :; do dd if=/dev/zero of=/data/much bs=1M count=64 conv=notrunc,fsync; done";
+
+/// The guest stood still until the system gave the connection up, 20 to 30 s, and `status` said "protected": nothing was on its way
+/// that could have been late.
+#[test]
+fn a_backup_that_gets_nothing_of_the_epoch_that_runs_is_given_up() {
+    let options = SceneOptions { policy: Some(LONG_EPOCHS), ..options().calm() };
+    play(options, |scene| {
+        scene.lab().cut_segments("a")?;
+        scene.protected_guest("a", "b")?;
+        scene.shell()?.start(WRITE_LATER)?;
+        thread::sleep(Duration::from_secs(2));
+        scene.lab().limit_frames("b", HOLE_BYTES)?;
+        let reason = await_degraded(scene, "a")?;
+        ensure!(reason.contains("has waited for room on its way"), "{reason}");
+        ensure!(scene.status("a")?["live"] == true, "the primary had the better right");
+        scene.lab().limit_frames("b", 1500)?;
+        scene.shell()?.run("true")?;
+        Ok(())
     });
 }
 
