@@ -21,6 +21,16 @@ pub enum NetworkError {
         /// The bridge's name as configured.
         bridge: String,
     },
+    /// A card's tap was removed under it.
+    #[error(
+        "tap {tap} was removed from this host, and nothing brings it back to a card that is open: \
+         hand the VM over to its backup, or stop it and start it again; on the backup, end the \
+         protection and begin it again"
+    )]
+    TapGone {
+        /// The tap's name.
+        tap: String,
+    },
     /// An interface of that name exists, but of another kind.
     #[error("interface {name} is no Linux bridge: name a bridge for the card")]
     NotABridge {

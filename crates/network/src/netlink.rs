@@ -107,12 +107,12 @@ pub(crate) fn see_to(
     check_bridge(bridge, vlans)?;
     let (is_attached, is_up) = blocking(async |handle| {
         let bridge = require_bridge(&handle, bridge).await?;
-        // One that is gone is of a VM that ends.
-        let tap = find(&handle, tap).await?;
+        let Some(found) = find(&handle, tap).await? else {
+            return Err(NetworkError::TapGone { tap: tap.to_owned() });
+        };
         // One that is down was left so by an attempt that came to no end.
-        let is_attached = tap.is_none_or(|tap| {
-            controller(&tap) == Some(bridge.index) && tap.header.flags.contains(LinkFlags::Up)
-        });
+        let is_attached =
+            controller(&found) == Some(bridge.index) && found.header.flags.contains(LinkFlags::Up);
         Ok((is_attached, bridge.is_up))
     })?;
     if !is_attached {

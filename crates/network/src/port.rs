@@ -243,7 +243,7 @@ impl Port {
     /// needed. Blocks for some milliseconds.
     ///
     /// # Errors
-    /// If it cannot be there: there is no such bridge, or it is down.
+    /// If it cannot be there: there is no such bridge, or it is down; or the tap is gone.
     pub fn see_to_bridge(&self) -> Result<bool, NetworkError> {
         netlink::see_to(self.tap_name(), &self.bridge, self.mac.for_tap(), &self.vlans)
     }

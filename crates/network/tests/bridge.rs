@@ -39,3 +39,14 @@ fn a_port_that_was_left_down_is_set_up() {
         assert_eq!(watcher.receive(), "again");
     });
 }
+
+/// It was taken for that of a VM which ends: its backup was called one, and nothing would have been heard of the guest.
+#[test]
+fn a_tap_that_somebody_removed_is_told_of() {
+    in_namespace(|| {
+        let port = open(true);
+        ip("link del card0");
+        let gone = port.see_to_bridge().unwrap_err().to_string();
+        assert!(gone.starts_with("tap card0 was removed from this host"), "{gone}");
+    });
+}

@@ -2,7 +2,7 @@
 
 use crate::refusals::{definition, quick, write};
 use crate::stage::{LIMIT, play, protect, protection};
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use understudy_lab::{Scene, wait_for};
 
@@ -21,6 +21,31 @@ fn make_bridge(scene: &Scene, host: &str) -> Result<()> {
 /// Waits until the VM of host a is so.
 fn await_status(scene: &Scene, what: &str, is: impl Fn(&Value) -> bool) -> Result<()> {
     wait_for(what, LIMIT, || Ok(is(&scene.host("a")?.status("extra")?).then_some(())))
+}
+
+/// The one port of the bridge on a host: the tap of the VM's card.
+fn tap_on(scene: &Scene, host: &str) -> Result<String> {
+    let output = scene.lab().host(host)?.ip(&["-brief", "link", "show", "master", "br1"])?;
+    let tap = output.split_whitespace().next().with_context(|| format!("no port: {output}"))?;
+    Ok(tap.to_owned())
+}
+
+/// Nothing brings a tap back, and nothing was said of it: "protected", by a backup whose guest nobody would have heard.
+fn taps_that_are_removed(scene: &Scene) -> Result<()> {
+    let removed = |text: &str| text.contains("was removed from this host");
+    let remove = |host: &str| -> Result<()> {
+        let tap = tap_on(scene, host)?;
+        ip(scene, host, &format!("link del {tap}"))
+    };
+    remove("b")?;
+    await_status(scene, "host b to be no backup without its tap", |status| {
+        let (state, reason) = protection(status);
+        state == "degraded" && reason.contains("could not take over now") && removed(reason)
+    })?;
+    remove("a")?;
+    await_status(scene, "host a to say that its tap is gone", |status| {
+        status["cards"][0]["problem"].as_str().is_some_and(removed)
+    })
 }
 
 /// Its tap was on no bridge from then on, nobody noticed, and a take-over led to where nothing was heard.
@@ -53,6 +78,7 @@ fn a_bridge_that_is_made_anew_has_its_ports_again() {
             status["cards"][0]["problem"].is_null()
                 && status["events"].to_string().contains("which was made anew")
         })?;
+        taps_that_are_removed(scene)?;
         scene.host("a")?.call(["vm", "stop", "extra", "--force"])?;
         for host in ["a", "b"] {
             ip(scene, host, "link del br1")?;
