@@ -275,8 +275,11 @@ impl Host {
             }
             PrimaryPhase::Alone(None) => self.note_generation(vm),
             PrimaryPhase::Halted(reason) => {
-                self.note_role(vm, ImageRole::Stale);
-                let heir = vm.handed_over_to();
+                let elsewhere = vm.is_elsewhere();
+                // A guest that merely died may be this host's by now, whom the arbiter may have granted it
+                // since: that is asked of it before a start.
+                self.note_role(vm, if elsewhere { ImageRole::Stale } else { ImageRole::Cut });
+                let heir = vm.handed_over_to().filter(|_| elsewhere);
                 vm.events.record(match heir.clone() {
                     Some(peer) => EventKind::HandedOver { peer },
                     None => EventKind::Fenced { reason: reason.clone() },

@@ -243,6 +243,11 @@ impl PrimaryVm {
         self.session().is_some_and(|session| session.has_diverged())
     }
 
+    /// Whether the last session ended for the sake of another host, which has the VM or is to take it.
+    pub(crate) fn is_elsewhere(&self) -> bool {
+        self.session().is_some_and(|session| session.is_elsewhere())
+    }
+
     /// The host that has it now, if the last session ended with a planned fail-over.
     pub fn handed_over_to(&self) -> Option<HostName> {
         let session = self.session().filter(|session| session.was_handed_over());

@@ -66,6 +66,8 @@ pub struct Primary {
     peer_unaware: bool,
     /// The winner of the VM, while this copy is kept.
     winner: Option<Ownership>,
+    /// Whether this copy was halted for the sake of another host, which has the VM or is to take it.
+    elsewhere: bool,
 }
 
 impl Primary {
@@ -92,6 +94,7 @@ impl Primary {
             captured_last: false,
             peer_unaware: false,
             winner: None,
+            elsewhere: false,
         }
     }
 
@@ -194,7 +197,14 @@ impl Primary {
         matches!(self.phase, PrimaryPhase::Contesting(_) | PrimaryPhase::Frozen(_))
     }
 
-    /// The oldest epoch that is not acknowledged, if it has not moved for long: another path may carry it.
+    /// Whether this copy was halted for the sake of another host, which has the VM or is to take it. Else
+    /// it has merely ended: whose the VM is the arbiter knows, and it may be this host's.
+    pub fn is_elsewhere(&self) -> bool {
+        self.elsewhere
+    }
+
+    /// The oldest epoch that is not acknowledged, the one that runs if no other, if it has not moved
+    /// for long: another path may carry it.
     pub fn stuck(&self, now: Time) -> Option<Epoch> {
         match self.phase {
             PrimaryPhase::Alone(_)
@@ -253,6 +263,7 @@ impl Primary {
     /// run here any more.
     pub fn condemn(&mut self, reason: &str) {
         if !matches!(self.phase, PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_)) {
+            self.elsewhere = self.winner.is_some();
             self.phase = PrimaryPhase::Halted(reason.to_owned());
         }
     }
@@ -407,7 +418,9 @@ impl Primary {
                 self.halt(reason, actions);
             }
             PrimaryPhase::Halted(_) => {}
-            _ => self.halt(reason, actions),
+            PrimaryPhase::Frozen(_) => self.halt(reason, actions),
+            // A contest goes on at the arbiter, and may be this host's to win.
+            _ => self.end(reason, actions),
         }
     }
 
@@ -456,6 +469,11 @@ impl Primary {
     }
 
     fn halt(&mut self, reason: String, actions: &mut Vec<PrimaryAction>) {
+        self.elsewhere = true;
+        self.end(reason, actions);
+    }
+
+    fn end(&mut self, reason: String, actions: &mut Vec<PrimaryAction>) {
         self.phase = PrimaryPhase::Halted(reason.clone());
         actions.push(PrimaryAction::Halt(reason));
     }

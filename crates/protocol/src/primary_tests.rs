@@ -278,6 +278,31 @@ fn a_loser_keeps_nothing_once_somebody_has_run_the_vm() {
     assert!(matches!(actions[..], [PrimaryAction::Freeze, PrimaryAction::Halt(_)]), "{actions:?}");
 }
 
+/// The arbiter granted it to this very host, whose images were held to be out of date.
+#[test]
+fn a_guest_that_died_in_a_contest_is_no_other_hosts_yet() {
+    let died = || PrimaryEvent::GuestDied("a signal".into());
+    let mut actions = Vec::new();
+    let mut primary = contesting();
+    primary.handle(Time::default(), died(), &mut actions);
+    assert_eq!(std::mem::take(&mut actions), [PrimaryAction::Halt("a signal".into())]);
+    assert!(!primary.is_elsewhere());
+    // It keeps no copy that could go on.
+    let granted = PrimaryEvent::Verdict(Verdict::Granted(Generation(2)));
+    primary.handle(Time::default(), granted, &mut actions);
+    assert_eq!(actions, []);
+    let mut frozen = contesting();
+    frozen.handle(Time::default(), taken("b", 2), &mut actions);
+    frozen.handle(Time::default(), died(), &mut actions);
+    assert!(frozen.is_elsewhere(), "the winner is known");
+    let mut yielded = fresh();
+    yielded.handle(Time::default(), PrimaryEvent::Captured, &mut actions);
+    yielded.handle(Time::default(), PrimaryEvent::Acknowledged(Epoch(1)), &mut actions);
+    assert!(!yielded.is_elsewhere());
+    yielded.handle(Time::default(), died(), &mut actions);
+    assert!(yielded.is_elsewhere(), "the backup was told to take it");
+}
+
 #[test]
 fn a_guest_that_cannot_be_saved_is_handed_over_not_contested() {
     let mut primary = Primary::new(Generation(1), Duration::from_millis(100), Time::default());

@@ -304,7 +304,7 @@ impl World {
     fn primary_acts(&mut self, host: HostId, id: SessionId, action: PrimaryAction) {
         let Some(session) = self.hosts[host.0].session(id) else { return };
         let data = session.data;
-        let generation = session.core.generation();
+        let (generation, elsewhere) = (session.core.generation(), session.core.is_elsewhere());
         let signal = |kind| Message::new(kind, Epoch(0), Vec::new());
         match action {
             PrimaryAction::Release(epoch) => {
@@ -345,9 +345,8 @@ impl World {
                     running.port.shut();
                 }
                 self.hosts[host.0].role = Role::Fenced;
-                if self.arbiter.owner != host {
-                    self.set_record(host, ImageRole::Stale, generation);
-                }
+                let role = if elsewhere { ImageRole::Stale } else { ImageRole::Cut };
+                self.set_record(host, role, generation);
             }
         }
     }

@@ -71,6 +71,18 @@ impl World {
                 self.violation(format!("{host} may start the VM, the valid image is {truth}'s"));
             }
         }
+        // One that gave it up, or was held to have lost it, starts it by `recover`, which asks the others.
+        let record = self.hosts[truth.0].image.record_of(truth);
+        let goes_on =
+            record.as_ref().is_some_and(|it| it.generation.next() == ownership.generation);
+        let owns = goes_on && ownership.host == Some(truth.name());
+        if let (true, Err(why)) =
+            (owns, may_start(&truth.name(), record.as_ref(), Some(&ownership)))
+        {
+            self.violation(format!(
+                "{truth} owns the VM, has its image, and may not start it: {why}"
+            ));
+        }
     }
 
     /// The image that the arbiter and the records of the hosts that answer name.

@@ -189,6 +189,11 @@ impl Session {
         matches!(self.phase(), PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_))
     }
 
+    /// Whether it ended for the sake of another host, which has the VM or is to take it.
+    pub fn is_elsewhere(&self) -> bool {
+        self.group.core().is_elsewhere()
+    }
+
     /// Tells the group what happened, and does what comes of it.
     pub fn event(&self, event: Event) {
         self.event_told(event);
