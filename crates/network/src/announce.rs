@@ -45,8 +45,18 @@ pub fn announcement(mac: MacAddress) -> [u8; 60] {
 pub fn announcements(mac: MacAddress, vlans: &Vlans) -> impl Iterator<Item = Vec<u8>> + '_ {
     let frame = announcement(mac);
     let untagged = (vlans.access.is_some() || vlans.is_empty()).then(|| frame.to_vec());
-    let ids = vlans.trunk.ids().filter(|id| Some(*id) != vlans.access).take(MOST_TAGGED);
-    untagged.into_iter().chain(ids.map(move |id| tagged(&frame, id)))
+    untagged.into_iter().chain(tagged_ids(vlans).map(move |id| tagged(&frame, id)))
+}
+
+/// Whether a card is announced by these where frames of this VLAN are heard, or nothing of it is without
+/// a tag. VLAN 0 is none, but a priority.
+pub(crate) fn covers(vlans: &Vlans, vlan: Option<u16>) -> bool {
+    let Some(id) = vlan.filter(|id| *id != 0) else { return true };
+    Some(id) == vlans.access || tagged_ids(vlans).any(|announced| announced == id)
+}
+
+fn tagged_ids(vlans: &Vlans) -> impl Iterator<Item = u16> + '_ {
+    vlans.trunk.ids().filter(|id| Some(*id) != vlans.access).take(MOST_TAGGED)
 }
 
 /// A frame with the tag of a VLAN.

@@ -1,9 +1,11 @@
 //! Addresses in whose names a guest sends beside its cards' own: of bridges, macvlans and containers in
-//! it. Switches must learn of these, too, where the guest is after a take-over.
+//! it; and the cards' own in VLANs that the guest itself tags. Switches must learn of these, too, where
+//! the guest is after a take-over.
 
-use crate::announce::{announcement, tagged};
+use crate::announce::{announcement, covers, tagged};
 use crate::header::ethernet;
 use crate::mac::MacAddress;
+use crate::vlan::Vlans;
 use std::time::Duration;
 use understudy_protocol::{CardIndex, Time};
 
@@ -53,21 +55,26 @@ impl Station {
 /// The stations of a guest that have sent of late.
 #[derive(Clone, Debug)]
 pub struct Stations {
-    /// The cards' own addresses, which are announced anyway.
-    own: Vec<MacAddress>,
+    /// The cards' own addresses, which are announced anyway in the VLANs that are theirs.
+    own: Vec<(MacAddress, Vlans)>,
     seen: Vec<(Station, Time)>,
 }
 
 impl Stations {
-    /// No stations yet, of a guest whose cards have these addresses.
-    pub fn new(own: Vec<MacAddress>) -> Stations {
+    /// No stations yet, of a guest whose cards have these addresses, and are in these VLANs.
+    pub fn new(own: Vec<(MacAddress, Vlans)>) -> Stations {
         Stations { own, seen: Vec::new() }
+    }
+
+    /// Whether a card's own announcements tell of it.
+    fn is_announced(&self, station: &Station) -> bool {
+        let mut own = self.own.iter();
+        own.any(|(mac, vlans)| *mac == station.mac && covers(vlans, station.vlan))
     }
 
     /// The guest has sent a frame, with its header, through a card.
     pub fn sent(&mut self, now: Time, card: CardIndex, packet: &[u8]) {
-        let Some(station) = Station::of(card, packet).filter(|it| !self.own.contains(&it.mac))
-        else {
+        let Some(station) = Station::of(card, packet).filter(|it| !self.is_announced(it)) else {
             return;
         };
         if let Some((_, last)) = self.seen.iter_mut().find(|(known, _)| *known == station) {
@@ -122,7 +129,7 @@ mod tests {
 
     #[test]
     fn whoever_is_behind_a_card_is_remembered_with_its_vlan() {
-        let mut stations = Stations::new(vec![OWN]);
+        let mut stations = Stations::new(vec![(OWN, Vlans::default())]);
         stations.sent(at(1), CARD, &packet(OWN, &[]));
         stations.sent(at(1), CARD, &packet(MacAddress([0xff; 6]), &[]));
         stations.sent(at(1), CARD, &packet(MacAddress([0; 6]), &[]));
@@ -139,11 +146,31 @@ mod tests {
         assert_eq!(frames.len(), 2);
     }
 
+    /// What tags its frames itself was not heard in its VLANs until it sent something there.
+    #[test]
+    fn an_own_address_is_remembered_in_vlans_in_which_its_card_is_not_announced() {
+        let tag = |id: u16| [&[0x81, 0][..], &id.to_be_bytes()].concat();
+        let remembered = |access, trunk: &str, ids: &[u16]| {
+            let trunk = if trunk.is_empty() { Default::default() } else { trunk.parse().unwrap() };
+            let mut stations = Stations::new(vec![(OWN, Vlans { access, trunk })]);
+            stations.sent(at(1), CARD, &packet(OWN, &[]));
+            ids.iter().for_each(|id| stations.sent(at(1), CARD, &packet(OWN, &tag(*id))));
+            stations.get(at(1)).iter().map(|it| it.vlan).collect::<Vec<_>>()
+        };
+        assert_eq!(remembered(None, "", &[0, 7, 9]), [Some(7), Some(9)], "0 is a priority");
+        assert_eq!(remembered(Some(20), "20-21", &[20, 21]), []);
+        assert_eq!(
+            remembered(None, "1-4094", &[64, 65]),
+            [Some(65)],
+            "the first of them are announced"
+        );
+    }
+
     /// The address was announced by the take-over, and the switches sent its frames to a guest that
     /// did not want them.
     #[test]
     fn an_address_that_sends_from_elsewhere_is_behind_the_card_no_more() {
-        let mut stations = Stations::new(vec![OWN]);
+        let mut stations = Stations::new(vec![(OWN, Vlans::default())]);
         stations.sent(at(1), CARD, &packet(mac(1), &[]));
         stations.sent(at(1), CARD, &packet(mac(2), &[]));
         stations.received(CardIndex(1), &packet(mac(1), &[]));
@@ -159,7 +186,7 @@ mod tests {
 
     #[test]
     fn so_many_are_remembered_and_for_so_long() {
-        let mut stations = Stations::new(vec![OWN]);
+        let mut stations = Stations::new(vec![(OWN, Vlans::default())]);
         for number in 0..=MOST_STATIONS as u8 {
             stations.sent(at(number.into()), CARD, &packet(mac(number), &[]));
         }

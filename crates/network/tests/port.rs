@@ -444,7 +444,7 @@ fn bridge_learns_who_else_is_behind_the_port() {
     in_namespace(|| {
         let port = open(false);
         let container = MacAddress([2, 0x42, 0xac, 0x11, 0, 2]);
-        let mut stations = Stations::new(vec![GUEST]);
+        let mut stations = Stations::new(vec![(GUEST, Default::default())]);
         let sent = [&PLAIN[..], &frame(container, "from within")].concat();
         stations.sent(boot_time(), port.card(), &sent);
         stations.sent(boot_time(), understudy_protocol::CardIndex(9), &sent);

@@ -28,10 +28,11 @@ struct State {
 impl Frames {
     /// No frames yet, for a guest with these cards.
     pub fn new(ports: &[Arc<Port>]) -> Frames {
+        let own = ports.iter().map(|port| (port.mac(), port.vlans().clone())).collect();
         Frames(Mutex::new(State {
             carried: Carried::new(ports.len()),
             kept: Kept::new(ports.len()),
-            stations: Stations::new(ports.iter().map(|port| port.mac()).collect()),
+            stations: Stations::new(own),
             frames: 0,
             bytes: 0,
             link: None,
