@@ -2,11 +2,12 @@
 
 use crate::containment;
 use crate::hand_back;
-use crate::host::{Host, PEER_TIMEOUT, failed, internal};
+use crate::host::{Host, failed, internal};
 use crate::lifecycle::check_goes_on;
 use crate::repair::{self, Wish};
 use crate::vm::{PrimaryVm, Vm};
 use std::sync::Arc;
+use std::time::Duration;
 use understudy_machine::Machine;
 use understudy_protocol::VmName;
 use understudy_protocol::{Generation, Output, PrimaryPhase};
@@ -18,6 +19,24 @@ use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
 use understudy_report::{ComparisonReport, DiskReads, Mode, ProtectRequest, VmStatus};
 use understudy_threads::{lock, within};
+
+/// Time for a planned fail-over: an epoch that moves slowly gets 30 s, and the backup 10 s more
+/// (`understudy_protocol`), unless they are configured otherwise; then the arbiter is asked.
+const HAND_OVER_TIMEOUT: Duration = Duration::from_secs(50);
+
+/// Says what became of a planned fail-over that has not led to another host.
+fn not_handed_over(vm: &VmName, phase: &PrimaryPhase) -> String {
+    match phase {
+        PrimaryPhase::Alone(Some(reason)) => format!(
+            "{vm} was not handed over, and goes on here without having lost anything: {reason}"
+        ),
+        PrimaryPhase::Protected | PrimaryPhase::HandingOver => format!(
+            "{vm} is still being handed over, and nothing is decided yet: `understudy status {vm}` says \
+             what comes of it"
+        ),
+        phase => format!("{vm} was not handed over: {phase}"),
+    }
+}
 
 impl Host {
     /// Starts protecting a VM; returns when the peer has accepted and the first
@@ -189,8 +208,12 @@ impl Host {
             let message = format!("{name} is not protected: there is no backup to hand it to");
             HostError::new(ErrorKind::Conflict, message)
         })?;
-        if session.phase() != PrimaryPhase::Protected {
-            let message = format!("{name} is still being synchronised: wait until it is protected");
+        let too_early = match session.phase() {
+            PrimaryPhase::Protected => None,
+            phase @ PrimaryPhase::HandingOver => Some(not_handed_over(name, &phase)),
+            _ => Some(format!("{name} is still being synchronised: wait until it is protected")),
+        };
+        if let Some(message) = too_early {
             return Err(HostError::new(ErrorKind::Conflict, message));
         }
         if let Some(obstacle) = session.group().obstacle() {
@@ -201,20 +224,13 @@ impl Host {
             return Err(HostError::new(ErrorKind::Conflict, message));
         }
         session.request_hand_over();
-        let ended = session.wait_for_phase(PEER_TIMEOUT, |phase| {
+        let ended = session.wait_for_phase(HAND_OVER_TIMEOUT, |phase| {
             matches!(phase, PrimaryPhase::Halted(_) | PrimaryPhase::Alone(_))
         });
         match ended {
             Ok(PrimaryPhase::Halted(_)) => self.await_handed_over(&vm),
-            Ok(PrimaryPhase::Alone(Some(reason))) => {
-                let message = format!(
-                    "{name} was not handed over, and goes on here without having lost anything: {reason}"
-                );
-                Err(HostError::new(ErrorKind::Unreachable, message))
-            }
             Ok(phase) | Err(phase) => {
-                let message = format!("{name} was not handed over: {phase}");
-                Err(HostError::new(ErrorKind::Unreachable, message))
+                Err(HostError::new(ErrorKind::Unreachable, not_handed_over(name, &phase)))
             }
         }
     }
@@ -380,6 +396,21 @@ fn check_disk_reads(request: &ProtectRequest) -> Result<(), HostError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// One whose last epoch moved slowly was called failed, and then came true.
+    #[test]
+    fn a_fail_over_that_is_under_way_is_not_called_failed() {
+        let vm: VmName = "db".parse().unwrap();
+        let words = |phase| not_handed_over(&vm, &phase);
+        for phase in [PrimaryPhase::Protected, PrimaryPhase::HandingOver] {
+            let words = words(phase);
+            assert!(words.starts_with("db is still being handed over"), "{words}");
+        }
+        let alone = words(PrimaryPhase::Alone(Some("it is full".to_owned())));
+        assert!(alone.starts_with("db was not handed over, and goes on here"), "{alone}");
+        let contests = words(PrimaryPhase::Contesting("it is silent".to_owned()));
+        assert_eq!(contests, "db was not handed over: it is silent; the arbiter decides");
+    }
 
     #[test]
     fn a_console_is_held_where_there_is_one_and_with_all_other_output() {
