@@ -15,9 +15,52 @@ const LINE: usize = 1;
 struct Argument {
     option: String,
     value: String,
+    /// Parts of the value, as QEMU takes them.
+    parts: Vec<Part>,
+}
+
+/// A part of a value: a property, or one that says nothing but its name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Part {
+    name: String,
+    value: Option<String>,
+}
+
+impl Part {
+    fn of(text: &str) -> Part {
+        match text.split_once('=') {
+            Some((name, value)) => Part { name: name.to_owned(), value: Some(value.to_owned()) },
+            None => Part { name: text.to_owned(), value: None },
+        }
+    }
+
+    /// Text as it stands on the command line.
+    fn text(&self) -> String {
+        let value = self.value.as_ref().map(|value| format!("={value}")).unwrap_or_default();
+        format!("{}{value}", self.name).replace(',', ",,")
+    }
+}
+
+/// The parts of a value. A comma divides them, and two are one that is part of a name, of a file say.
+fn parts(value: &str) -> Vec<Part> {
+    let (mut parts, mut part) = (Vec::new(), String::new());
+    let mut rest = value.chars().peekable();
+    while let Some(char) = rest.next() {
+        if char == ',' && rest.next_if_eq(&',').is_none() {
+            parts.push(Part::of(&std::mem::take(&mut part)));
+        } else {
+            part.push(char);
+        }
+    }
+    parts.push(Part::of(&part));
+    parts
 }
 
 impl Argument {
+    fn new(option: String, value: String) -> Argument {
+        Argument { option, parts: parts(&value), value }
+    }
+
     /// Text as it stands on the command line.
     fn text(&self) -> String {
         format!("{} {}", self.option, self.value).trim_end().to_owned()
@@ -25,21 +68,26 @@ impl Argument {
 
     /// Part that the value begins with, if that has no name.
     fn subject(&self) -> &str {
-        let first = self.value.split(',').next().unwrap_or_default();
-        if first.contains('=') { "" } else { first }
+        self.parts.first().filter(|first| first.value.is_none()).map_or("", |first| &first.name)
+    }
+
+    /// Its properties: QEMU takes one that says nothing, behind the first, to be on.
+    fn properties(&self) -> impl DoubleEndedIterator<Item = (&Part, &str)> + '_ {
+        self.parts.iter().enumerate().filter_map(|(at, part)| match &part.value {
+            Some(value) => Some((part, &**value)),
+            None => (at > 0 && !part.name.is_empty()).then_some((part, "on")),
+        })
     }
 
     /// The value of a property; empty if there is none.
     fn get(&self, name: &str) -> &str {
-        let properties = self.value.split(',').filter_map(|part| part.split_once('='));
-        properties.filter(|(key, _)| *key == name).map(|(_, value)| value).next_back().unwrap_or("")
+        self.properties().rfind(|(part, _)| part.name == name).map_or("", |(_, value)| value)
     }
 
     /// Its properties that are none of these, as they stand on the command line.
     fn beside(&self, known: &[&str]) -> Vec<String> {
-        let properties = self.value.split(',').filter(|part| part.contains('='));
-        let key = |part: &&str| part.split('=').next().unwrap_or_default().to_owned();
-        properties.filter(|part| !known.contains(&&*key(part))).map(str::to_owned).collect()
+        let others = self.properties().filter(|(part, _)| !known.contains(&&*part.name));
+        others.map(|(part, _)| part.text()).collect()
     }
 
     /// The first of these properties that there is; else what the value begins with.
@@ -100,7 +148,7 @@ fn arguments(line: &str) -> Result<Vec<Argument>, String> {
             true => String::new(),
             false => words.next().ok_or_else(|| format!("{option} needs a value after it"))?,
         };
-        found.push(Argument { option, value });
+        found.push(Argument::new(option, value));
     }
     Ok(found)
 }
@@ -216,12 +264,12 @@ fn machine(draft: &mut Draft<'_>, argument: &Argument) {
         draft.vm.machine = kind.to_owned();
     }
     draft.taken(LINE, format!("machine {}", draft.vm.machine));
-    for part in argument.value.split(',').filter_map(|part| part.split_once('=')) {
-        match part {
+    for (part, value) in argument.properties() {
+        match (&*part.name, value) {
             ("accel", kind) => accelerator(draft, kind, &argument.text()),
             ("usb", "on") => draft.vm.qemu_args.push("-usb".to_owned()),
             ("hpet" | "vmport" | "graphics", "off") => {
-                draft.changed(LINE, format!("-machine {}={}", part.0, part.1), "it has one");
+                draft.changed(LINE, format!("-machine {}", part.text()), "it has one");
             }
             ("smm" | "vmport" | "usb" | "type" | "hpet" | "graphics", _)
             // How the host does its work.

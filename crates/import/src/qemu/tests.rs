@@ -109,9 +109,21 @@ fn what_is_not_carried_over_is_named() {
         ("if=none,id=d0", "if=none,id=d0,readonly=on", "only reads"),
         ("file=/srv/web.qcow2", "file=nbd://b/web", "only files and block devices"),
         ("drive=d0,", "drive=d0,logical_block_size=4096,", "would not find its partitions"),
+        ("if=none,id=d0", "if=none,id=d0,readonly", "only reads"),
     ] {
         assert_eq!(outcome(part, instead, what), Outcome::Refused, "{instead}");
     }
+}
+
+/// The file's name was cut at the comma, and nothing was said of the rest.
+#[test]
+fn two_commas_are_one_of_a_files_name() {
+    let line =
+        LINE_OF_A_SCRIPT.replacen("/srv/web.qcow2", "/srv/web,,old,,,format=raw,serial=a,,b", 1);
+    let import = import(&line);
+    let vm = import.definition.as_ref().unwrap();
+    assert!(vm.disks.iter().any(|disk| disk.path.to_str() == Some("/srv/web,old,")), "{vm:?}");
+    assert!(format!("{import:?}").contains("serial=a,,b"), "{import:?}");
 }
 
 #[test]
