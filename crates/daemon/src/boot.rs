@@ -20,7 +20,9 @@ use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{HostName, VmName};
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::LogRole;
-use understudy_qemu::{Accelerator, CheckedDefinition, ClockBase, CpuNeeds, Role, VmDefinition};
+use understudy_qemu::{
+    Accelerator, Capabilities, CheckedDefinition, ClockBase, CpuNeeds, Role, VmDefinition,
+};
 use understudy_replication::primary;
 use understudy_replication::records::Record;
 use understudy_report::error::{ErrorKind, HostError};

@@ -12,6 +12,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use understudy_machine::Machine;
+use understudy_protocol::VmName;
 use understudy_replication::handshake::{FileOffer, FileRole, Offer};
 use understudy_replication::primary::EPOCH_DISK_BYTES;
 use understudy_report::error::{ErrorKind, HostError};

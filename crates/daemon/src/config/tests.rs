@@ -1,6 +1,8 @@
 //! Tests of what is accepted, what is refused and how.
 
 use super::*;
+use understudy_cluster::store_keys::KeyOfStores;
+use understudy_protocol::literal;
 
 const GOOD: &str = r#"
 name = "a"
@@ -376,10 +378,10 @@ fn a_cluster_may_have_a_vms_name() {
         "[cluster.db]\nmembers = { web = 'a' }\n[cluster.shop]\nmembers = { db = 'a' }\n";
     for clusters in [of_its_own, of_anothers] {
         let config = with(clusters).unwrap();
-        assert!(!config.clusters[&literal("db")].is_only(&literal("db")));
+        assert!(!config.clusters["db"].is_only(&literal("db")));
     }
     let config = with("[cluster.db]\nmembers = { db = 'a' }\n").unwrap();
-    assert!(config.clusters[&literal("db")].is_only(&literal("db")));
+    assert!(config.clusters["db"].is_only(&literal("db")));
 }
 
 #[test]

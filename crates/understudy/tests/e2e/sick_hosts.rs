@@ -117,9 +117,10 @@ fn a_backup_that_gets_heartbeats_and_no_data_is_given_up() {
     });
 }
 
-/// Writes more than waits to be sent at most, once the guest has been silent for so long that no epoch is on its way.
+/// Writes more than waits to be sent at most, once no epoch is on its way, and before the guest says something by itself
+/// (its system looks for its neighbour after 5 s).
 const WRITE_LATER: &str =
-    "sleep 4; while :; do dd if=/dev/zero of=/data/much bs=1M count=64 conv=notrunc,fsync; done";
+    "sleep 3; while :; do dd if=/dev/zero of=/data/much bs=1M count=64 conv=notrunc,fsync; done";
 
 /// The guest stood still until the system gave the connection up, 20 to 30 s, and `status` said "protected": nothing was on its way
 /// that could have been late.
