@@ -173,7 +173,11 @@ impl Lead {
             Event::Captured => self.decide(now, PrimaryEvent::Captured, effects),
             Event::CapturedLast => self.decide(now, PrimaryEvent::CapturedLast, effects),
             Event::Acknowledged(epoch) => {
+                let syncs = *self.core.phase() == PrimaryPhase::Syncing;
                 self.decide(now, PrimaryEvent::Acknowledged(epoch), effects);
+                if syncs && *self.core.phase() == PrimaryPhase::Protected {
+                    self.standing.count_anew(now);
+                }
             }
             Event::Whole(place) => {
                 self.whole[place] = true;
