@@ -19,8 +19,7 @@ use understudy_machine::Machine;
 use understudy_memory::{MAIN_MEMORY, StillImage, StillPage};
 use understudy_protocol::{BlockId, Time};
 use understudy_snapshot::{
-    AreaMap, Lane, Packer, Page, STANDSTILL, SnapshotNumber, Standstill, WorkingSet,
-    working_set_size,
+    AreaMap, Lane, Packer, Page, SnapshotNumber, Standstill, WorkingSet, working_set_size,
 };
 use understudy_threads::spawn;
 use understudy_threads::{Mutex, lock};
@@ -104,7 +103,8 @@ impl Keeper {
                 true => image,
                 false => image.and(Err(Stopped.into())),
             };
-            if let Some(answer) = lock(&answer).take() {
+            let answer = lock(&answer).take();
+            if let Some(answer) = answer {
                 answer(image);
             }
         });
@@ -136,11 +136,9 @@ impl Keeper {
             if !standstill.look(now(), stop.looks()) || !self.is_over(stop) {
                 continue;
             }
-            if let Some(answer) = lock(answer).take() {
-                let seconds = STANDSTILL.as_secs();
-                answer(Err(anyhow::anyhow!(
-                    "it has got nowhere with it for {seconds} s: the store or a disk does not answer"
-                )));
+            let answer = lock(answer).take();
+            if let Some(answer) = answer {
+                answer(Err(anyhow::anyhow!("it {}", Standstill::words())));
             }
         }
     }

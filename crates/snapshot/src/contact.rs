@@ -18,7 +18,7 @@ const HEARD: Duration = Duration::from_secs(1);
 
 /// Time for which work may stand still before it counts as hanging: what it waits for, a store on a
 /// mount that has gone, may never answer. No guest can be protected meanwhile.
-pub const STANDSTILL: Duration = Duration::from_secs(300);
+const STANDSTILL: Duration = Duration::from_secs(300);
 
 /// The longest time between two looks at the clock that counts as silence in full: a host that
 /// looks later stood still itself, and what was said to it meanwhile is still to be read.
@@ -51,7 +51,8 @@ impl Silence {
         self.length + (now - self.looked) < HEARD
     }
 
-    fn lasts(&mut self, now: Time) -> Duration {
+    /// Looks, as nothing was heard since the last look, for how long that is.
+    pub(crate) fn lasts(&mut self, now: Time) -> Duration {
         self.length += (now - self.looked).min(LOOK);
         self.looked = now;
         self.length
@@ -66,19 +67,20 @@ impl Silence {
 /// Work that may come to stand still.
 #[derive(Clone, Debug)]
 pub struct Standstill {
-    most: Duration,
     done: u64,
     silence: Silence,
 }
 
 impl Standstill {
-    /// Nothing is done yet. It may stand still for as long as [`STANDSTILL`].
+    /// Nothing is done yet.
     pub fn new(now: Time) -> Standstill {
-        Standstill::of(STANDSTILL, now)
+        Standstill { done: 0, silence: Silence::new(now) }
     }
 
-    pub(crate) fn of(most: Duration, now: Time) -> Standstill {
-        Standstill { most, done: 0, silence: Silence::new(now) }
+    /// What has happened if it has for too long, of whoever does it.
+    pub fn words() -> String {
+        let seconds = STANDSTILL.as_secs();
+        format!("has got nowhere with it for {seconds} s: the store or a disk does not answer")
     }
 
     /// Looks, at least once a second, whether it has stood still for too long. `done` says how much
@@ -88,7 +90,7 @@ impl Standstill {
             self.done = done;
             self.silence.end(now);
         }
-        self.silence.lasts(now) >= self.most
+        self.silence.lasts(now) >= STANDSTILL
     }
 }
 

@@ -34,7 +34,7 @@ mod store;
 mod take;
 mod units;
 
-pub use contact::{Failure, REPEAT, SILENCE, STANDSTILL, Standstill};
+pub use contact::{Failure, REPEAT, SILENCE, Standstill};
 pub use cut::{BadEnvelope, Cut, CutAction, CutEvent, ENVELOPE_BYTES, Envelope};
 pub use format::{
     AreaEntry, AreaMap, BLOB_CHUNK_BYTES, BadChunk, Blob, Builder, CHUNK_UNITS, Compression,

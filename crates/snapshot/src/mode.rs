@@ -118,7 +118,7 @@ pub struct TraceTime(u64);
 
 /// A time of more than a minute.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0} is not how long first accesses can be traced: give 0 to 60 s")]
+#[error("{0} is not how long first accesses can be traced: give 0 to 60 seconds")]
 pub struct BadTraceTime(String);
 
 impl TraceTime {
@@ -164,7 +164,7 @@ impl FromStr for TraceTime {
     fn from_str(text: &str) -> Result<TraceTime, BadTraceTime> {
         let seconds = text.parse().ok().filter(|seconds| (0.0..=60.0).contains(seconds));
         let seconds: f64 = seconds.ok_or_else(|| BadTraceTime(format!("{text:?}")))?;
-        Ok(TraceTime((seconds * 1e3) as u64))
+        Ok(TraceTime(Duration::from_secs_f64(seconds).as_millis() as u64))
     }
 }
 

@@ -2,6 +2,7 @@
 //! reports back. The keeper carries them out as a daemon does; of one that has begun, its daemon may die.
 
 use super::prepare::member_of;
+use super::succeed;
 use crate::arrivals::Arrival;
 use crate::containment::spawn_for_request;
 use crate::host::{Host, internal};
@@ -132,12 +133,8 @@ impl Host {
                 _ => {}
             }
             let restore = KeptRestore::new(&task, reply);
-            let is_first = {
-                let kept = &mut self.snapshots.known.lock().kept;
-                // Else yet another one has come meanwhile.
-                let same = kept.get(&vm).map(Arc::as_ptr) == former.as_ref().map(Arc::as_ptr);
-                same.then(|| kept.insert(vm.clone(), restore.clone())).is_some()
-            };
+            let is_first =
+                succeed(&mut self.snapshots.known.lock().kept, &vm, former.as_ref(), &restore);
             if is_first {
                 let host = Arc::downgrade(self);
                 spawn_for_request("restore-kept", move || run(&host, &restore, task, order));

@@ -98,6 +98,20 @@ struct Known {
     unswept: Unswept,
 }
 
+/// Puts one in the place of `former`; returns whether that was still there: else yet another one has come meanwhile.
+fn succeed<T>(
+    known: &mut BTreeMap<VmName, Arc<T>>,
+    vm: &VmName,
+    former: Option<&Arc<T>>,
+    next: &Arc<T>,
+) -> bool {
+    let is_there = known.get(vm).map(Arc::as_ptr) == former.map(Arc::as_ptr);
+    if is_there {
+        known.insert(vm.clone(), next.clone());
+    }
+    is_there
+}
+
 impl Snapshots {
     /// Bytes a second that this host reads from a store.
     fn speed(&self) -> u64 {

@@ -2,6 +2,7 @@
 
 use super::adopt::entrust;
 use super::prepare::{Prepared, prepare};
+use super::succeed;
 use crate::containment;
 use crate::host::Host;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -93,9 +94,7 @@ impl Host {
             }
             let begun = Restoring::new(self, task.clone(), reply);
             let restorings = &mut self.snapshots.known.lock().restorings;
-            // Else yet another one has come meanwhile.
-            if restorings.get(task.vm()).map(Arc::as_ptr) == former.as_ref().map(Arc::as_ptr) {
-                restorings.insert(task.vm().to_owned(), begun.clone());
+            if succeed(restorings, task.vm(), former.as_ref(), &begun) {
                 return Ok(Some(begun));
             }
         }

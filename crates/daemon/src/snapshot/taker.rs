@@ -92,18 +92,19 @@ impl Coordinator {
         let mut actions = Vec::new();
         let members = self.task.group.vms.len();
         let mut taker = Taker::new(number, members, clock::now(), &mut actions);
-        let mut prepares = true;
+        let mut has_begun = false;
         loop {
             for action in std::mem::take(&mut actions) {
                 self.perform(number, action);
             }
+            // All members have prepared. Of one that fails the others have yet to say that they gave up.
+            has_begun |= matches!(taker.phase(), TakerPhase::Saving | TakerPhase::Publishing);
             let Some(deadline) = taker.deadline() else { break };
             let event = self.heard.recv_timeout(deadline - clock::now());
-            prepares = *taker.phase() == TakerPhase::Preparing;
             taker.handle(clock::now(), event.unwrap_or(TakerEvent::Tick), &mut actions);
         }
         match taker.phase() {
-            TakerPhase::Failed(failure) => Err(self.explain(number, failure, prepares)),
+            TakerPhase::Failed(failure) => Err(self.explain(number, failure, has_begun)),
             _ => self.store.snapshot(&group, Some(number)).map_err(|error| store_error("", error)),
         }
     }
@@ -155,7 +156,7 @@ impl Coordinator {
         }
     }
 
-    fn explain(&self, number: SnapshotNumber, failure: &Failure, prepares: bool) -> HostError {
+    fn explain(&self, number: SnapshotNumber, failure: &Failure, has_begun: bool) -> HostError {
         let group = &self.task.group;
         let who = match failure.member {
             Some(member) => {
@@ -172,7 +173,7 @@ impl Coordinator {
             if group.vms.len() == 1 { "the VM runs" } else { "the VMs run" },
         );
         // What kept it from beginning may pass, as another snapshot does.
-        let kind = if prepares { ErrorKind::Conflict } else { ErrorKind::Internal };
+        let kind = if has_begun { ErrorKind::Internal } else { ErrorKind::Conflict };
         HostError::new(kind, message)
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{About, Part, TakeOrder, TakeReport};
 use crate::SnapshotNumber;
-use crate::contact::{SILENCE, STANDSTILL, Silence, Standstill};
+use crate::contact::{SILENCE, Silence, Standstill};
 use understudy_protocol::Time;
 
 /// An event that happens to a cohort.
@@ -121,12 +121,7 @@ impl TakeCohort {
             (TakeEvent::Working(number, done), Preparing | Taking { .. })
                 if number == own && self.standstill.look(now, done) =>
             {
-                let standstill = STANDSTILL.as_secs();
-                let why = format!(
-                    "its host has got nowhere with it for {standstill} s: the store or a disk does \
-                     not answer"
-                );
-                self.fail(why, actions);
+                self.fail(format!("its host {}", Standstill::words()), actions);
             }
             (TakeEvent::Tick, _) if self.is_busy() && self.silence.look(now) => {
                 let silence = SILENCE.as_secs();

@@ -1,7 +1,7 @@
 //! The coordinator of one snapshot.
 
 use super::{About, Part, TakeOrder, TakeReport};
-use crate::contact::{Contact, Failure, Standstill};
+use crate::contact::{Contact, Failure, Silence};
 use crate::{Member, SnapshotNumber};
 use std::time::Duration;
 use understudy_protocol::Time;
@@ -69,7 +69,7 @@ pub struct Taker {
     number: SnapshotNumber,
     members: Vec<State>,
     contact: Contact,
-    publishing: Standstill,
+    publishing: Silence,
     phase: TakerPhase,
 }
 
@@ -85,7 +85,7 @@ impl Taker {
             number,
             members: vec![State::Preparing; members],
             contact: Contact::new(members, now),
-            publishing: Standstill::of(PUBLISHED, now),
+            publishing: Silence::new(now),
             phase: TakerPhase::Preparing,
         };
         taker.send_all(actions);
@@ -196,7 +196,7 @@ impl Taker {
                 self.lost(Failure::silent(member), actions);
             }
         }
-        if self.phase == TakerPhase::Publishing && self.publishing.look(now, 0) {
+        if self.phase == TakerPhase::Publishing && self.publishing.lasts(now) >= PUBLISHED {
             let why = format!(
                 "the store has not said for {} s whether all of it is there; should it be, it is a \
                  snapshot like any other, `understudy cluster snapshots` lists it",
