@@ -72,7 +72,8 @@ impl Host {
                 continue;
             }
             match self.records.undo_insistence(vm) {
-                Ok(_) => self.events.of(vm).note(
+                Ok(false) => {}
+                Ok(true) => self.events.of(vm).note(
                     "its start on other images ended with its daemon: on this host it is what it was before",
                 ),
                 Err(error) => warn!(%vm, "its former images are not on record again: {error}"),

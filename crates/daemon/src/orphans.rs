@@ -120,7 +120,8 @@ impl Orphans {
         self.of(|former| matches!(former, Former::Other | Former::Silent))
     }
 
-    /// Those of which nobody else tells: between two keepers, left by another version, or by a custodian that is silent.
+    /// Those that stand still, and may for long: between two keepers, left by another version, or with a custodian
+    /// that is silent.
     pub fn untold(&self) -> Vec<VmName> {
         self.of(|former| former != Former::Daemon)
     }
@@ -225,7 +226,7 @@ impl Host {
                         (Unfound::Ended, _) => drop(fs::remove_file(directory.join(OF_RESTORE))),
                         (Unfound::Never, Some(vm)) => self.leave_to_custodian(&vm, &error),
                         (Unfound::Later, Some(vm)) => {
-                            self.orphans.insert(&vm, &silent_words(&error), Former::Silent);
+                            self.orphans.insert(&vm, &silent_words(&vm, &error), Former::Silent);
                             silent.push(vm);
                         }
                         (_, None) => {}
@@ -278,7 +279,7 @@ impl Host {
         };
         match Unfound::of(&error) {
             Unfound::Later => {
-                self.orphans.note(vm, silent_words(&error));
+                self.orphans.note(vm, silent_words(vm, &error));
                 false
             }
             Unfound::Ended => {
@@ -323,8 +324,15 @@ impl Host {
         if socket.exists() && !given_up {
             return false;
         }
-        if given_up && let Err(error) = Custody::end(&socket) {
-            warn!(%vm, "its custodian has ended already: {error:#}");
+        if given_up {
+            let told = Custody::end(&socket);
+            let had_ended = |error: &anyhow::Error| Unfound::of(error) == Unfound::Ended;
+            // It removes its socket once it has ended, and QEMU with it.
+            if socket.exists() && !told.as_ref().is_err_and(had_ended) {
+                let why = "its custodian was told to end it, and has not yet: if that lasts, kill the custodian";
+                self.orphans.note(vm, why.to_owned());
+                return false;
+            }
         }
         let generation = self.record(vm).ok().flatten().map(|record| record.image.generation);
         self.end_dead_restore(vm);
@@ -350,7 +358,7 @@ impl Host {
         self.orphans.between_keepers().contains(vm)
     }
 
-    /// The status of a VM that is between two keepers, or left by another version, of which nobody tells; none if it is not.
+    /// The status of a VM of which nobody else tells, since it stands still and may for long; none if it is not one.
     pub fn status_of_untold(&self, vm: &VmName) -> Option<VmStatus> {
         if !self.orphans.untold().contains(vm) {
             return None;
@@ -464,8 +472,11 @@ fn lost(how: &str) -> Failure {
     Failure::Lost(format!("while this host's daemon was away the VM was lost: {how}"))
 }
 
-fn silent_words(error: &anyhow::Error) -> String {
-    format!("its custodian is asked again and again, and does not answer: {error:#}")
+fn silent_words(vm: &VmName, error: &anyhow::Error) -> String {
+    format!(
+        "its custodian is asked again and again, and does not answer ({error:#}): wait, or end it with \
+         `understudy vm stop {vm} --force`"
+    )
 }
 
 fn find(directory: &Path) -> anyhow::Result<Orphan> {

@@ -117,7 +117,7 @@ pub(super) fn check_keys(
 }
 
 /// `snapshot_stores`: those that other hosts may have this one use, beside the clusters' own and
-/// those with a key.
+/// those that `[snapshot_keys]` names, in the clear too.
 pub(super) fn check_stores(
     source: &Source<'_>,
     (here, raw): (&HostName, Vec<Spanned<String>>),

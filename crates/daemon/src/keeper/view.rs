@@ -79,7 +79,7 @@ fn narrow(config: &HostConfig, vm: &VmName) -> anyhow::Result<()> {
     left.sort();
     left.dedup();
     show_only(state, &left)?;
-    for file in strange_keys(config).into_iter().chain(devices::all()) {
+    for file in strange_keys(config)?.into_iter().chain(devices::all()) {
         bar(&file).with_context(|| format!("cannot hide {}", file.display()))?;
     }
     env::set_current_dir(working).or_else(|_| env::set_current_dir("/"))?;
@@ -88,11 +88,14 @@ fn narrow(config: &HostConfig, vm: &VmName) -> anyhow::Result<()> {
 
 /// What lies in the state directory and is no VM's: images that somebody has put there.
 fn nobodys(state: &Path) -> anyhow::Result<Vec<PathBuf>> {
-    let looked = || -> io::Result<Vec<PathBuf>> {
-        let entries = fs::read_dir(state)?.collect::<io::Result<Vec<_>>>()?;
-        Ok(entries.iter().map(fs::DirEntry::path).filter(|path| is_nobodys(path)).collect())
+    Ok(listed(state)?.into_iter().filter(|path| is_nobodys(path)).collect())
+}
+
+fn listed(directory: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    let paths = || -> io::Result<Vec<PathBuf>> {
+        fs::read_dir(directory)?.map(|entry| Ok(entry?.path())).collect()
     };
-    looked().with_context(|| format!("cannot read {}", state.display()))
+    paths().with_context(|| format!("cannot read {}", directory.display()))
 }
 
 /// A VM's directory is closed to all but root from its first moment, before there is anything in it.
@@ -118,18 +121,18 @@ fn of_images(config: &HostConfig, vm: &VmName) -> Vec<PathBuf> {
 }
 
 /// The authority's key and those of other hosts, where this one was set up, and the tokens of its API.
-fn strange_keys(config: &HostConfig) -> Vec<PathBuf> {
+fn strange_keys(config: &HostConfig) -> anyhow::Result<Vec<PathBuf>> {
     let tokens = config.api.iter().flat_map(|api| api.tokens.values().cloned());
-    let Some(tls) = &config.tls else { return tokens.collect() };
-    let beside = tls.ca.parent().and_then(|directory| fs::read_dir(directory).ok());
+    let Some(tls) = &config.tls else { return Ok(tokens.collect()) };
+    let directory = tls.ca.parent().context("the authority's certificate is in no directory")?;
     let is_key = |path: &PathBuf| {
         // Files have the case that somebody gave them.
         let name = path.file_name().unwrap_or_default().to_ascii_lowercase();
         let of_host = name.to_str().and_then(|name| name.strip_suffix(".key"));
         name == CA_KEY || of_host.is_some_and(|host| config.peers.contains_key(host))
     };
-    let keys = beside.into_iter().flatten().flatten().map(|entry| entry.path()).filter(is_key);
-    keys.filter(|key| *key != tls.key).chain(tokens).collect()
+    let keys = listed(directory)?.into_iter().filter(is_key).filter(|key| *key != tls.key);
+    Ok(keys.chain(tokens).collect())
 }
 
 /// Covers a directory, with these of its entries, as far as they are there, in the cover.
