@@ -217,6 +217,11 @@ impl Arbiter {
     pub fn renewal(&self, vm: &VmName, of: Generation) -> Result<Option<Renewal>, Unreachable> {
         let _lent = lend();
         self.identify()?;
+        self.last_renewal(vm, of)
+    }
+
+    /// The same of an arbiter that is identified.
+    fn last_renewal(&self, vm: &VmName, of: Generation) -> Result<Option<Renewal>, Unreachable> {
         match &self.kind {
             Kind::File(arbiter) => arbiter.renewal(vm.into(), of),
             Kind::Etcd(arbiter) => arbiter.renewal(vm.into(), of),
@@ -241,7 +246,7 @@ impl Arbiter {
         let mut renewals = Vec::new();
         for of in meant {
             // It may have been withdrawn.
-            renewals.extend(self.renewal(vm, of)?.map(|renewal| (of, renewal)));
+            renewals.extend(self.last_renewal(vm, of)?.map(|renewal| (of, renewal)));
         }
         Ok(renewals)
     }
