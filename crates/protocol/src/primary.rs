@@ -154,8 +154,8 @@ impl Primary {
         self.running.0 - 1 - self.committed.0
     }
 
-    /// The time for which held output has waited for an epoch on its way, if that is longer than an
-    /// epoch may take on which nothing moves: something of this one does.
+    /// The time for which held output has waited for an epoch on its way, or for one that has no room on its
+    /// way, if that is longer than an epoch may take on which nothing moves: something of this one does.
     pub fn overdue(&self, now: Time) -> Option<Duration> {
         self.delivery.overdue(now).filter(|_| self.holds_output())
     }

@@ -273,11 +273,12 @@ impl Capabilities {
 
     /// Refuses a guest to which another host's processor would look different, whatever that host is.
     pub fn check_portable(needs: &CpuNeeds) -> Result<(), CapabilityError> {
-        match (needs.accelerator, &needs.model) {
-            (Accelerator::Kvm, Some(model)) => of_the_host(model).map_or(Ok(()), |property| {
-                Err(CapabilityError::OfTheHost { model: model.clone(), property })
-            }),
-            _ => Ok(()),
+        let (Accelerator::Kvm, Some(model)) = (needs.accelerator, &needs.model) else {
+            return Ok(());
+        };
+        match of_the_host(model) {
+            None => Ok(()),
+            Some(property) => Err(CapabilityError::OfTheHost { model: model.clone(), property }),
         }
     }
 
@@ -290,7 +291,7 @@ impl Capabilities {
             return Err(CapabilityError::Nesting { model: model.clone(), flag: flag.to_owned() });
         }
         let own = Vendor::of_this_machine();
-        if let Some(wanted) = needs.other_vendor(own.as_ref()).cloned() {
+        if let Some(wanted) = needs.other_vendor(model, own.as_ref()).cloned() {
             let own = own.map_or_else(|| "an unknown maker".to_owned(), String::from);
             return Err(CapabilityError::OtherVendor { wanted, own });
         }

@@ -61,10 +61,9 @@ impl CpuNeeds {
         CpuNeeds { vendor, ..self }
     }
 
-    /// The maker that this guest has seen and a host with a processor of `own` does not show; none
-    /// if the model itself names one.
-    pub(crate) fn other_vendor(&self, own: Option<&Vendor>) -> Option<&Vendor> {
-        let model = self.model.as_deref().filter(|_| self.accelerator == Accelerator::Kvm)?;
+    /// The maker that this guest on KVM has seen and a host with a processor of `own` does not show;
+    /// none if its `model` itself names one.
+    pub(crate) fn other_vendor(&self, model: &str, own: Option<&Vendor>) -> Option<&Vendor> {
         let is_named = model.split(',').any(|flag| flag.trim().starts_with("vendor="));
         self.vendor.as_ref().filter(|seen| !is_named && own != Some(*seen))
     }
@@ -134,7 +133,7 @@ pub fn nesting(model: &str) -> Option<&str> {
 }
 
 /// The property of a model that would mean something else on every host.
-pub fn of_the_host(model: &str) -> Option<&'static str> {
+pub(crate) fn of_the_host(model: &str) -> Option<&'static str> {
     let on = flags(model).filter(|(_, on)| *on).map(|(flag, _)| flag.replace('_', "-"));
     on.filter_map(|flag| OF_THE_HOST.into_iter().find(|other| *other == flag)).next()
 }

@@ -191,9 +191,21 @@ impl Records {
 
     /// Changes the record that is there, if one is.
     pub fn change(&self, vm: &VmName, change: impl FnOnce(&mut Record)) -> io::Result<()> {
+        self.try_change(vm, |record| {
+            change(record);
+            Ok(())
+        })
+    }
+
+    /// The same of a change that may fail: then the record stays as it was.
+    fn try_change(
+        &self,
+        vm: &VmName,
+        change: impl FnOnce(&mut Record) -> io::Result<()>,
+    ) -> io::Result<()> {
         let _changing = self.changing.lock();
         let Some(mut record) = self.read(vm)? else { return Ok(()) };
-        change(&mut record);
+        change(&mut record)?;
         self.replace(&record)
     }
 
@@ -205,12 +217,12 @@ impl Records {
         drive: DiskIndex,
         now: DiskDefinition,
     ) -> io::Result<()> {
-        let _changing = self.changing.lock();
-        let Some(mut record) = self.read(vm)? else { return Ok(()) };
-        let noted = record.definition.disks.get_mut(usize::from(drive.0));
-        let lacking = || io::Error::other(format!("{vm} has no disk{drive} on record"));
-        *noted.ok_or_else(lacking)? = now;
-        self.replace(&record)
+        self.try_change(vm, |record| {
+            let noted = record.definition.disks.get_mut(usize::from(drive.0));
+            let lacking = || io::Error::other(format!("{vm} has no disk{drive} on record"));
+            *noted.ok_or_else(lacking)? = now;
+            Ok(())
+        })
     }
 
     /// Notes that this host, which had won the VM and could not start it, has given it back: a
@@ -231,10 +243,7 @@ impl Records {
         let Some(record) = self.read(vm)?.filter(|it| it.is_of_restore(id)) else {
             return Ok(None);
         };
-        match record.clone().before_restore() {
-            Some(former) => self.replace(&former)?,
-            None => self.remove(vm)?,
-        }
+        self.put_back(vm, record.clone().before_restore())?;
         Ok(Some(record))
     }
 
@@ -245,10 +254,7 @@ impl Records {
         let Some(record) = self.read(vm)?.filter(|it| it.instead_of.is_some()) else {
             return Ok(false);
         };
-        match record.before_insistence() {
-            Some(former) => self.replace(&former)?,
-            None => self.remove(vm)?,
-        }
+        self.put_back(vm, record.before_insistence())?;
         Ok(true)
     }
 
@@ -266,6 +272,14 @@ impl Records {
     pub fn forget(&self, vm: &VmName) -> io::Result<()> {
         let _changing = self.changing.lock();
         self.remove(vm)
+    }
+
+    /// On record is what was before; nothing if that is none.
+    fn put_back(&self, vm: &VmName, former: Option<Record>) -> io::Result<()> {
+        match former {
+            Some(former) => self.replace(&former),
+            None => self.remove(vm),
+        }
     }
 
     fn remove(&self, vm: &VmName) -> io::Result<()> {

@@ -54,8 +54,9 @@ impl DeviceState {
     pub fn read_first(&self, bytes: u64, contents: &mut Vec<u8>) -> io::Result<()> {
         if bytes > MOST_BYTES {
             return Err(io::Error::other(format!(
-                "the state of the VM's devices has {} MiB, and may have {} (what its guest keeps in a virtio \
-                 graphics card is part of it)",
+                "the state of the VM's devices has {} MiB, and may have {}: what its guest keeps in a virtio \
+                 graphics card is part of it, and so are requests that wait for a full disk; make room on the \
+                 disk's file system, or stop the VM and start it with another `vga`",
                 bytes >> 20,
                 MOST_BYTES >> 20
             )));

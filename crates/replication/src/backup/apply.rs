@@ -77,13 +77,11 @@ impl Rest {
     /// The device state is whole. Most come in one piece, which is not copied.
     fn take_last(&mut self, last: Vec<u8>) {
         let mut state = std::mem::take(&mut self.parts);
-        let state = match state.is_empty() {
-            true => last,
-            false => {
-                state.extend(last);
-                state
-            }
-        };
+        if state.is_empty() {
+            state = last;
+        } else {
+            state.extend(last);
+        }
         self.device_state = Some(state);
     }
 }

@@ -425,7 +425,7 @@ impl<'a> Capturer<'a> {
         let outbox = &self.session.outbox;
         let state = match device_state(&self.device_state, self.session.version) {
             Ok(state) => state,
-            // The guest is sound, and runs.
+            // The guest is sound, and runs; after a last checkpoint it does once the session is over.
             Err(error) => {
                 let Session { peer, version, .. } = &**self.session;
                 let reason = format!(

@@ -46,7 +46,8 @@ pub use turn::Next;
 use understudy_protocol::HostName;
 use understudy_threads::{Mutex, spawn};
 
-/// Hears which backup has not been able to take over for long, and why. It is called under the state machine's lock.
+/// Hears which backup has not been able to take over for long, why, and for how many times as long as that takes. It is
+/// called under the state machine's lock.
 pub type TellSick = Box<dyn Fn(&HostName, &str, u32) + Send + Sync>;
 
 use crate::clock;
@@ -61,7 +62,7 @@ use anyhow::Context;
 use crossbeam_channel::Receiver;
 use dialler::Dialler;
 use epoch_room::EpochRoom;
-use offer::{Offered, await_ready, offer};
+use offer::{Taken, await_ready, offer};
 use pace::Pace;
 use present::Present;
 use progress::Progress;
@@ -161,7 +162,7 @@ pub fn protect(
         session: plan.session.clone(),
         addresses: plan.addresses.clone(),
     };
-    let Offered { link, path, basis, version } = offer(&machine, &plan, (&group, place), &dialler)?;
+    let Taken { link, path, basis, version } = offer(&machine, &plan, (&group, place), &dialler)?;
     let vm = &machine.definition().name;
     let paths =
         PathMonitor::new(&plan.events, &plan.peer, plan.addresses.clone(), path, plan.timeout);

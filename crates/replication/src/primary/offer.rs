@@ -26,7 +26,7 @@ use understudy_qemu::definition::DiskFormat;
 const DISK_HEAD_BYTES: u64 = 64 << 10;
 
 /// An offer that a backup has taken.
-pub struct Offered {
+pub struct Taken {
     /// The data connection.
     pub link: Link,
     /// The path that it takes.
@@ -43,7 +43,7 @@ pub fn offer(
     plan: &Plan,
     group: (&Group, usize),
     dialler: &Dialler,
-) -> anyhow::Result<Offered> {
+) -> anyhow::Result<Taken> {
     let definition = machine.definition_now();
     let files = start_files(machine)?;
     let arbiter = plan.arbiter.identify().context("this host's arbiter")?;
@@ -105,7 +105,7 @@ pub fn offer(
     };
     // A backup that hangs up has said why, before.
     send().map_err(|error| link.last_words().unwrap_or(error))?;
-    Ok(Offered { link, path, basis, version })
+    Ok(Taken { link, path, basis, version })
 }
 
 /// Bytes that the image takes: of a block device, all that it has.

@@ -149,7 +149,12 @@ impl Lead {
     pub fn delay(&self, now: Time) -> Option<String> {
         let age = self.core.overdue(now).filter(|_| !planted!(CallSlowProtected))?;
         let (epoch, seconds) = (self.core.committed().next(), age.as_secs_f64());
-        Some(format!("output has waited for it for {seconds:.1} s: epoch {epoch} is on its way"))
+        Some(format!("output has waited for it for {seconds:.1} s: epoch {epoch} is not on it yet"))
+    }
+
+    /// Whether a member's first copy is not yet on the backup's disks.
+    fn is_first_copy(&self) -> bool {
+        self.whole.contains(&false)
     }
 
     /// Whether a planned fail-over was asked for.
@@ -181,7 +186,7 @@ impl Lead {
             }
             Event::Whole(place) => {
                 self.whole[place] = true;
-                if !self.whole.contains(&false) {
+                if !self.is_first_copy() {
                     self.standing.count_anew(now);
                 }
             }
@@ -199,7 +204,7 @@ impl Lead {
                 self.decide(now, PrimaryEvent::Tick, effects);
                 if *self.core.phase() == PrimaryPhase::Protected {
                     let told = |(reason, times)| Effect::BackupSick { reason, times };
-                    let first_copy = self.whole.contains(&false);
+                    let first_copy = self.is_first_copy();
                     effects.extend(self.standing.lasting(now, first_copy).map(told));
                 }
             }

@@ -19,7 +19,7 @@ pub const SICK: Duration = Duration::from_secs(30);
 
 /// The first copy may take so many times as long on its way to the backup's disks: it is all that they have to take, and
 /// whoever is to have it next begins anew.
-pub const FIRST_COPY: u32 = 20;
+const FIRST_COPY: u32 = 20;
 
 /// So much of the backup's reason is kept, in characters.
 pub const LONGEST_REASON: usize = 1_000;
