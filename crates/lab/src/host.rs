@@ -60,6 +60,11 @@ struct HostToml {
     detection: Option<DetectionToml>,
 }
 
+/// The longest that a configuration may ask for, of a peer.
+pub const LONGEST_TIMEOUT_MS: u32 = 10_000;
+/// The same of QEMU.
+pub const LONGEST_QEMU_TIMEOUT_MS: u32 = 15_000;
+
 /// The shipped detector (`DEFAULT`), so many times more patient, as far as a configuration may be.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 struct DetectionToml {
@@ -69,15 +74,14 @@ struct DetectionToml {
 
 impl DetectionToml {
     const DEFAULT: DetectionToml = DetectionToml { timeout_ms: 100, qemu_timeout_ms: 1_000 };
-    const LONGEST: DetectionToml = DetectionToml { timeout_ms: 10_000, qemu_timeout_ms: 15_000 };
 
     /// Nothing on a machine like most: there the detector is the shipped one.
     fn for_patience(factor: u32) -> Option<DetectionToml> {
         let DetectionToml { timeout_ms, qemu_timeout_ms } = DetectionToml::DEFAULT;
         let longer = |default: u32, longest| default.saturating_mul(factor).min(longest);
         (factor > 1).then(|| DetectionToml {
-            timeout_ms: longer(timeout_ms, DetectionToml::LONGEST.timeout_ms),
-            qemu_timeout_ms: longer(qemu_timeout_ms, DetectionToml::LONGEST.qemu_timeout_ms),
+            timeout_ms: longer(timeout_ms, LONGEST_TIMEOUT_MS),
+            qemu_timeout_ms: longer(qemu_timeout_ms, LONGEST_QEMU_TIMEOUT_MS),
         })
     }
 }

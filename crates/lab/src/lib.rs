@@ -83,7 +83,10 @@ pub use companion::Companion;
 pub use console::{Console, ConsoleOutput};
 pub use conversation::ConversationError;
 pub use etcd::Etcd;
-pub use host::{ArbiterKind, HostOptions, HostProcess, issue_certificates};
+pub use host::{
+    ArbiterKind, HostOptions, HostProcess, LONGEST_QEMU_TIMEOUT_MS, LONGEST_TIMEOUT_MS,
+    issue_certificates,
+};
 pub use lab::{BRIDGE, CLIENT_ADDRESS, GUEST_ADDRESS, Lab, PEER_PORT, UPLINK};
 pub use leftovers::Leftovers;
 pub use long_line::LongLine;

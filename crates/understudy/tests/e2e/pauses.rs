@@ -52,6 +52,7 @@ fn a_guest_paused_through_qmp_powers_off() {
 /// As it is of a guest that keeps pictures in its graphics card. The thread that sends panicked, and the
 /// guest was ended.
 #[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_guest_whose_devices_have_more_state_than_a_message_survives() {
     let mut options = options();
     for daemon in options.daemons.values_mut() {

@@ -8,8 +8,8 @@ use std::time::Duration;
 use understudy_lab::check::check_disk;
 use understudy_lab::scene::VM;
 use understudy_lab::{
-    HostOptions, HostProcess, RecordClient, Scene, SceneOptions, is_followed, patience,
-    tells_of_a_follower, wait_for,
+    HostOptions, HostProcess, LONGEST_QEMU_TIMEOUT_MS, LONGEST_TIMEOUT_MS, RecordClient, Scene,
+    SceneOptions, is_followed, patience, tells_of_a_follower, wait_for,
 };
 
 /// Time between two records, so that a test is not about the disk's speed, and an emulated guest
@@ -21,9 +21,6 @@ pub const LOAD_PACE: Duration = Duration::from_millis(40);
 /// See [`Calm`].
 const CALM_TIMEOUT_MS: u32 = 3000;
 const CALM_QEMU_TIMEOUT_MS: u32 = 10_000;
-/// The longest that a configuration may ask for, of a peer and of QEMU.
-const LONGEST_TIMEOUT_MS: u32 = 10_000;
-const LONGEST_QEMU_TIMEOUT_MS: u32 = 15_000;
 /// The accelerator of all guests that have no reason for another one (`make test-kvm`).
 const ACCEL: &str = "UNDERSTUDY_ACCEL";
 /// Arguments of the guests' kernel that leave out its hardening, of which no test speaks, and which is a
@@ -65,7 +62,7 @@ pub fn options() -> SceneOptions {
 pub fn daemon() -> HostOptions {
     let options =
         HostOptions { settings: "[repair]\nenabled = false\n".to_owned(), ..Default::default() };
-    // There the shipped detector, whose patience is 100 ms, would be wrong all the time.
+    // There its 100 ms, as many times as the machine is slower, would still be wrong.
     if patience() > 1 { options.calm() } else { options }
 }
 
