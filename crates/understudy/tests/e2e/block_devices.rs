@@ -6,7 +6,9 @@ use crate::stage::{
 };
 use anyhow::{Context, Result, ensure};
 use std::fs::{self, File};
+use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
 use toml::{Table, Value};
 use understudy_lab::scene::VM;
 use understudy_lab::{Scene, SceneOptions};
@@ -43,6 +45,38 @@ impl Device {
 impl Drop for Device {
     fn drop(&mut self) {
         if let Err(error) = run("losetup", &["--detach", self.path()]) {
+            eprintln!("{error:#}");
+        }
+    }
+}
+
+/// A device that is mounted until it is dropped, in a mount namespace of its own: a host that
+/// another story begins meanwhile inherits the mounts that it sees, and would have it mounted as
+/// long as it lives.
+struct Mounted(Child);
+
+impl Mounted {
+    fn on(place: &str, device: &Device) -> Result<Mounted> {
+        let script = r#"mount -o ro "$0" "$1" && echo mounted && read -r _"#;
+        let mut child = Command::new("unshare")
+            .args(["--mount", "sh", "-c", script, device.path(), place])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let output = child.stdout.take().context("no pipe")?;
+        let mounted = Mounted(child);
+        let mut said = String::new();
+        BufReader::new(output).read_line(&mut said)?;
+        ensure!(said == "mounted\n", "{} cannot be mounted", device.path());
+        Ok(mounted)
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        // What it reads ends, and it with it.
+        drop(self.0.stdin.take());
+        if let Err(error) = self.0.wait() {
             eprintln!("{error:#}");
         }
     }
@@ -166,10 +200,9 @@ fn a_device_that_is_mounted_or_has_another_size_is_not_written() {
         let place = scene.lab().directory().join("mounted");
         fs::create_dir(&place)?;
         let place = place.to_string_lossy().into_owned();
-        run("mount", &["-o", "ro", device.path(), &place])?;
-        let refused = refusal(scene.host("a")?, &["vm", "start", &definition]);
-        run("umount", &[&place])?;
-        let (code, said) = refused?;
+        let mounted = Mounted::on(&place, &device)?;
+        let (code, said) = refusal(scene.host("a")?, &["vm", "start", &definition])?;
+        drop(mounted);
         ensure!(code == 1, "exit code {code}: {said}");
         says(&said, &[device.path(), "is mounted", "lsblk"])?;
 

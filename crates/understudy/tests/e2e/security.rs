@@ -4,7 +4,7 @@
 use crate::metrics::{ADDRESS, await_host};
 use crate::peer::{hung_up, message};
 use crate::refusals::{log_of, quick, says, unharmed};
-use crate::stage::{Calm, LIMIT, daemon, play, protection, refusal};
+use crate::stage::{Calm, LIMIT, alone, daemon, play, refusal};
 use anyhow::{Result, ensure};
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
@@ -169,7 +169,7 @@ fn a_host_that_is_revoked_loses_its_part_in_a_running_pair() {
             // One of them may have nothing of it by then.
             let is_alone = |host| {
                 let status = scene.status(host);
-                status.is_ok_and(|it| it["live"] == true && protection(&it).0 == "degraded")
+                status.is_ok_and(|it| it["live"] == true && alone(&it).is_some())
             };
             Ok(["a", "b"].into_iter().find(|host| is_alone(host)))
         })?;

@@ -202,12 +202,16 @@ pub fn await_degraded(scene: &Scene, host: &str) -> Result<String> {
     wait_for(&format!("host {host} to say that it is degraded"), LIMIT, || {
         let status = scene.status(host)?;
         ensure!(status["role"] == "primary", "host {host} does not own the guest: {status}");
-        let (state, reason) = protection(&status);
-        let undecided = reason.contains("until the arbiter decides");
-        let followed = tells_of_a_follower(reason);
-        let alone = state == "degraded" && !undecided && !followed;
-        Ok(alone.then(|| reason.to_owned()))
+        Ok(alone(&status).map(str::to_owned))
     })
+}
+
+/// Why a guest that should be protected runs alone, if it does, and no contest or follower can end that.
+pub fn alone(status: &Value) -> Option<&str> {
+    let (state, reason) = protection(status);
+    let undecided = reason.contains("until the arbiter decides");
+    let is_alone = state == "degraded" && !undecided && !tells_of_a_follower(reason);
+    is_alone.then_some(reason)
 }
 
 /// A host's daemon dies, and the next one finds what has run on.
