@@ -15,9 +15,13 @@ use tracing::{error, info, warn};
 use understudy_arbiter::Arbiter;
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
+use understudy_report::HostError;
 
 /// Time between two looks at whether a guest has powered off.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+
+/// Time for backups that follow, and could not take over at the moment, to be some again.
+const LAPSE_PATIENCE: Duration = Duration::from_secs(15);
 
 /// A guest that has not reacted is asked again: one that boots has nobody yet who hears it.
 const PRESS_INTERVAL: Duration = Duration::from_secs(10);
@@ -91,16 +95,31 @@ impl Host {
     }
 
     fn hand_all_over(&self) {
+        let deadline = Instant::now() + LAPSE_PATIENCE;
         for vm in self.running() {
             if !vm.is_protected() {
                 continue;
             }
             // The hand-over of another member of its group may have taken it along.
-            if let Err(error) = self.failover(vm.name())
+            if let Err(error) = self.hand_over_by(deadline, &vm)
                 && self.still_runs(&vm)
             {
                 warn!(vm = %vm.name(), "not handed over: {error}");
             }
+        }
+    }
+
+    /// Hands a VM over; if its backup follows, but could not take over at the moment, when it can.
+    fn hand_over_by(&self, deadline: Instant, vm: &PrimaryVm) -> Result<(), HostError> {
+        let lapses =
+            || vm.active_session().is_some_and(|session| session.group().obstacle().is_some());
+        loop {
+            let outcome = self.failover(vm.name());
+            let goes_on = !self.is_hurried() && Instant::now() < deadline;
+            if outcome.is_ok() || !goes_on || !lapses() || !self.still_runs(vm) {
+                return outcome;
+            }
+            thread::sleep(LOOK_INTERVAL);
         }
     }
 

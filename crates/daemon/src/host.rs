@@ -54,7 +54,7 @@ pub(crate) const PEER_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Time for which an address may still be in use by the daemon before this one, or not be this
 /// host's yet.
-pub const ADDRESS_PATIENCE: Duration = Duration::from_secs(5);
+pub const ADDRESS_PATIENCE: Duration = Duration::from_secs(15);
 
 /// One running daemon. All calls block; call them off the async threads.
 pub struct Host {

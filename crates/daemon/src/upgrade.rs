@@ -187,6 +187,10 @@ fn decide(status: &VmStatus, facts: &Facts, peers: &[UpgradePeer]) -> UpgradeOut
             format!("the guest stands still, and would not power off: {error}"),
             format!("look at `understudy status {name}`"),
         ),
+        (Role::Primary, Protection::Degraded { reason }) if status.lapse.is_some() => needs_person(
+            format!("{reason}: it is handed over if that ends in time, and shut down if not"),
+            "wait until it is protected".to_owned(),
+        ),
         (Role::Primary, Protection::Degraded { reason }) => needs_person(
             format!("it should be protected and is not, so that it would be shut down: {reason}"),
             format!("wait until it is protected, or `understudy unprotect {name}`"),

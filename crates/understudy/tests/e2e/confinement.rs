@@ -1,6 +1,6 @@
 //! Tests of what a guest that broke out of its QEMU would find: nothing.
 
-use crate::keepers::{kept, with_keepers};
+use crate::keepers::{kept, told, with_keepers};
 use crate::stage::{Calm, options, play, play_protected, prove_survival};
 use anyhow::{Context, Result, ensure};
 use std::fs;
@@ -116,7 +116,7 @@ fn of_a_keeper() -> u64 {
 fn a_keeper_has_few_of_roots_rights_and_its_qemu_none() {
     play_protected(with_keepers(), |scene, client| {
         for host in ["a", "b"] {
-            let keeper = u32::try_from(kept(&scene.status(host)?)?.keeper)?;
+            let keeper = u32::try_from(kept(&told(scene, host, VM)?)?.keeper)?;
             let qemu = check_host(scene, host).map(|_| scene.host(host)?.qemu_pid(VM))??;
             ensure!(field(keeper, "NoNewPrivs:")? == "1", "the keeper may gain privileges");
             // Its own two; QEMU has a third one.
@@ -167,7 +167,7 @@ fn what_a_keeper_tries_beyond_its_rights_is_refused() {
         scene.protected_guest("a", "b")?;
         let tries = fs::read_to_string(tried.path())?;
         for host in ["a", "b"] {
-            let keeper = kept(&scene.status(host)?)?.keeper;
+            let keeper = kept(&told(scene, host, VM)?)?.keeper;
             let files = "[Err(PermissionDenied), Err(PermissionDenied), Err(NotFound)]";
             let outcome = format!("{keeper} {files} Err(EPERM) Ok(\"HTTP/1.1 403 Forbidden\")");
             ensure!(tries.lines().any(|line| line == outcome), "no {outcome}:\n{tries}");

@@ -176,8 +176,9 @@ fn a_lease_is_not_lost_to_a_contest_that_its_host_has_won() {
         })?;
         pass(2 * LONGER)?;
         await_service(&client)?;
-        let status = scene.status("a")?;
-        ensure!(status["live"] == true && status["generation"] == 2, "{status}");
+        // A lost lease would be fenced; one that is late is made up for.
+        let status = scene.await_live("a")?;
+        ensure!(status["generation"] == 2, "{status}");
         prove_survival(scene, client, "a")
     });
 }
@@ -296,7 +297,8 @@ fn a_host_that_sleeps(arbiter: ArbiterKind) {
         ensure!(a.frames_after(first)? == 0, "a still sent something after b had begun to");
         ensure!(a.frames_after(woken)? == 0, "a sent something when it woke up");
         await_event(scene, "a", "this host stood still for about")?;
-        ensure!(scene.status("b")?["live"] == true, "{}", scene.status("b")?);
+        // Its own lease may be late for a moment.
+        scene.await_live("b")?;
         scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
         Ok(())
     });
