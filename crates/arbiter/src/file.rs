@@ -261,6 +261,19 @@ fn write_new(path: &Path, record: &impl Serialize) -> io::Result<fs::File> {
     Ok(file)
 }
 
+/// Does in a directory what the arbiter does: writes a file and links it to a new name. Leaves nothing.
+pub fn try_directory(directory: &Path) -> io::Result<()> {
+    let written = directory.join(format!(".try-{}", std::process::id()));
+    let linked = written.with_extension("link");
+    let result = fs::File::create_new(&written)
+        .and_then(|file| file.sync_all())
+        .and_then(|()| fs::hard_link(&written, &linked));
+    // All is removed, whatever was made; the first error is the one that counts.
+    let unlinked = fs::remove_file(&linked);
+    let removed = fs::remove_file(&written);
+    result.and(unlinked).and(removed)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -324,6 +324,7 @@ impl Host {
             .chain(self.problems_of_cards())
             .chain(self.problems_of_the_lost())
             .chain(self.problems_of_orphans())
+            .chain(self.troubles.lock().of_snapshots().collect::<Vec<_>>())
             .chain(self.problems_of_addresses())
             .collect()
     }
@@ -364,6 +365,7 @@ impl Host {
             arbiter: self.arbiter_report(),
             peers: self.known_hosts().into_keys().collect(),
             awaited: self.awaited.all(),
+            lost: self.lost_vms(),
             vms: vms.map(|vm| vm.status()).chain(between).map(|vm| self.complete(vm)).collect(),
         }
     }

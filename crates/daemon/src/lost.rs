@@ -97,9 +97,14 @@ impl Host {
 
     /// Problems of the host for want of them.
     pub(crate) fn problems_of_the_lost(&self) -> Vec<String> {
+        let told = |vm: VmName| format!("{vm} {}", what_to_do(&vm));
+        self.lost_vms().into_iter().map(told).collect()
+    }
+
+    /// All of them.
+    pub(crate) fn lost_vms(&self) -> Vec<VmName> {
         let lost = self.troubles.lock().lost.clone();
-        let told = |vm: &VmName| Some(format!("{vm} {}", self.why_lost(vm)?));
-        lost.iter().filter_map(told).collect()
+        lost.into_iter().filter(|vm| !self.is_settled(vm)).collect()
     }
 
     /// Reason why a VM is not here that this host ran, as the end of a sentence.

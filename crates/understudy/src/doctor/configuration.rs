@@ -3,8 +3,6 @@
 use super::Check;
 use crate::api::check_tokens;
 use anyhow::Context;
-use std::fs::{self, File};
-use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
 use std::thread;
@@ -95,7 +93,7 @@ fn arbiter(config: Option<&ArbiterConfig>) -> Check {
     let (tried, detail, advice) = match config {
         None => return Check::note(NAME, "none configured", "VMs run, but none can be protected"),
         Some(ArbiterConfig::File { path }) => (
-            try_test_and_set(path).with_context(|| path.display().to_string()),
+            understudy_arbiter::try_directory(path).with_context(|| path.display().to_string()),
             format!("{} takes records", path.display()),
             "it must be a directory that all hosts can write, with hard links",
         ),
@@ -118,19 +116,6 @@ fn try_etcd(config: &EtcdConfig) -> anyhow::Result<()> {
         Etcd::new(&alone)?.get::<serde_json::Value>("/doctor")?;
     }
     Ok(())
-}
-
-/// Does what the arbiter does: writes a file and links it to a new name.
-fn try_test_and_set(directory: &Path) -> io::Result<()> {
-    let written = directory.join(format!(".doctor-{}", std::process::id()));
-    let linked = written.with_extension("link");
-    let result = File::create_new(&written)
-        .and_then(|file| file.sync_all())
-        .and_then(|()| fs::hard_link(&written, &linked));
-    // All is removed, whatever was made; the first error is the one that counts.
-    let unlinked = fs::remove_file(&linked);
-    let removed = fs::remove_file(&written);
-    result.and(unlinked).and(removed)
 }
 
 fn peers(config: &HostConfig) -> Vec<Check> {
@@ -206,6 +191,7 @@ mod tests {
     use super::*;
     use crate::doctor::State;
     use std::os::unix::fs::PermissionsExt;
+    use std::{fs, io};
     use understudy_protocol::literal;
 
     /// A stranger that accepted connections was once taken for the peer, and a peer that was not up

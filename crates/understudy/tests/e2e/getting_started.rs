@@ -261,9 +261,10 @@ fn under_systemd_a_vm_with_keepers_outlives_restarts_kills_and_upgrades_of_the_s
     let events = site.a.call("understudy events --json")?;
     ensure!(!events.contains("protection-lost"), "protection was lost: {events}");
     end_in_order(&site, before[0].0, client)?;
-    // A keeper would outlive the package.
-    site.b.call("understudy vm stop db --force")?;
+    // Keepers do not outlive the package.
     remove(&site.b)?;
+    let left = site.b.call("pgrep -x understudy-keep || true")?;
+    ensure!(left.trim().is_empty(), "a keeper outlived the package: {left}");
     drop(site);
     let left = lab.leftovers()?;
     ensure!(left.is_empty(), "{left}");
