@@ -229,6 +229,13 @@ fn a_log_that_is_full_as_the_guest_is_handed_over_holds_nobody_up() {
     hand_over_under(FLOOD, armed("a", "log-fills=return"));
 }
 
+/// What came beyond 4 MiB while the guest was being stopped was once left out, and what the guest had sent meanwhile left.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_log_that_is_long_as_the_guest_is_handed_over_goes_over_whole() {
+    hand_over_under(FLOOD, armed("a", "log-fills=return(5)"));
+}
+
 /// A guest once stood still for good when nobody read what it logged.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
