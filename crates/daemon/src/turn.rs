@@ -48,7 +48,7 @@ impl Host {
             moves.then(|| self.launch_next(vm, &machine, lockstep)).transpose()
         };
         session.turn(wanted, next).map_err(|error| self.not_turned(vm, session, &error))?;
-        vm.repairer.set_wish(Some(Wish::alone(wish)));
+        self.want(vm, Some(Wish::alone(wish)));
         vm.repairer.trust_lockstep();
         vm.events.note(format!("protection goes on {}", described(request.mode)));
         if request.mode == Mode::Checkpoint {

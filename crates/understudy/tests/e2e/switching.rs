@@ -8,6 +8,7 @@ use crate::stage::{
     play_protected, prove_survival, refusal,
 };
 use anyhow::{Context, Result, ensure};
+use serde_json::Value;
 use understudy_lab::scene::{ECHO_PORT, RECORDS_PORT, VM};
 use understudy_lab::{ChatterClient, Load, Scene, SceneOptions, wait_for};
 
@@ -32,10 +33,22 @@ fn armed(host: &str, points: &str) -> SceneOptions {
 fn turn(scene: &Scene, mode: &str) -> Result<()> {
     scene.host("a")?.call(["protect", VM, "--to", "b", "--mode", mode, "--no-wait"])?;
     ensure!(scene.status("a")?["mode"] == mode, "{}", scene.status("a")?);
+    // By which it is protected when its host starts it anew.
+    let wished = wished_mode(scene)?;
+    ensure!(wished == mode, "{wished} is on record");
     match mode {
         "lockstep" => in_lockstep(scene, "a"),
         _ => in_checkpoints(scene),
     }
+}
+
+/// The mode that host a has on record as wished.
+fn wished_mode(scene: &Scene) -> Result<String> {
+    let path = scene.host("a")?.directory().join("state").join(VM).join("record.json");
+    let record: Value = serde_json::from_slice(&std::fs::read(path)?)?;
+    let wish = record["wish"].as_object().context("no wish is on record")?;
+    // Left out if it is the usual one.
+    Ok(wish.get("mode").and_then(Value::as_str).unwrap_or("checkpoint").to_owned())
 }
 
 /// Waits until checkpoints are taken.
