@@ -7,6 +7,7 @@ use crate::deaths::kill_the_standby_qemu;
 use crate::deaths::{await_rounds, unharmed};
 use crate::planned::power_off;
 use crate::refusals::log_of;
+use crate::resync::protect_again;
 use crate::stage::{
     Calm, LIMIT, LOAD_PACE, PACE, await_degraded, await_forgotten, await_service, close,
     daemon_passing, hand_over, options, play, play_protected, prove_disk, prove_survival, refusal,
@@ -400,6 +401,27 @@ fn stop_qemu(scene: &Scene, host: &str) -> Result<Pid> {
     let pid = scene.status(host)?["qemu_pid"].as_i64().context("no QEMU")?;
     scene.host(host)?.stall(Part::Process(pid.try_into()?))?;
     Ok(Pid::from_raw(pid.try_into()?))
+}
+
+/// Only its changed blocks were copied, by the count of what it had written, whatever that was.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn the_mirrors_of_a_copy_that_proves_diverged_at_its_take_over_are_made_anew() {
+    play_protected(armed("b", "rest-diverges=return"), |scene, client| {
+        in_lockstep(scene, "a")?;
+        scene.lab().cut("b")?;
+        // Host b wins, and hands it back.
+        await_logged(scene, "b", "a test says so")?;
+        await_degraded(scene, "a")?;
+        await_service(&client)?;
+        let kept = scene.host("b")?.directory().join("state").join(VM).join("diverged");
+        ensure!(kept.join("report.txt").exists(), "nothing was kept of it");
+        scene.lab().heal("b")?;
+        let (_, full_because) = protect_again(scene, "a", "b")?;
+        ensure!(full_because.is_some(), "only what had changed was copied");
+        let acked = close(client)?;
+        prove_disk(scene, "a", acked)
+    });
 }
 
 /// Waits until the guest on host a stands still for its backup, or does not any more.
