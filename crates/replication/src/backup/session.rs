@@ -81,7 +81,7 @@ pub struct Session {
     /// Keeper of the image for snapshots of the VM.
     pub(super) keeper: Arc<Keeper>,
     pub(super) received: AtomicU64,
-    /// Bytes that were applied.
+    /// Bytes that were applied, and words that QEMU is waited for in lockstep.
     pub(super) worked: AtomicU64,
     /// Whether it could be started now.
     pub(super) vitals: Vitals,

@@ -346,6 +346,26 @@ fn a_backup_that_stalls_is_waited_for() {
     });
 }
 
+/// It was given up as one to which nothing gets: it read no more.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_backup_that_stalls_with_all_the_log_that_there_is_room_for_is_waited_for() {
+    let mut options = armed("b", "little-room=return");
+    // Its section of the detector is the last.
+    options.daemons.entry("a".to_owned()).or_default().settings += "epoch_timeout_ms = 2000\n";
+    play_protected(options, |scene, client| {
+        in_lockstep(scene, "a")?;
+        scene.shell()?.start(FLOOD)?;
+        let qemu = stop_qemu(scene, "b")?;
+        await_blocked(scene, true)?;
+        std::thread::sleep(SILENCE);
+        signal::kill(qemu, Signal::SIGCONT)?;
+        await_blocked(scene, false)?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
 #[test]
 fn a_backup_that_diverges_is_replaced_and_the_second_time_distrusted() {
     let mut options = lockstep();
