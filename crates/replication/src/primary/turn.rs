@@ -145,6 +145,9 @@ impl Session {
         let (mode, disk_reads) = (wanted.mode, wanted.disk_reads);
         let prepare = || {
             self.ask_backup(wanted)?;
+            if mode == Mode::Lockstep {
+                self.note_lockstep().context("cannot note it")?;
+            }
             fail::fail_point!("turn-prepared");
             let next = next().context("cannot start another QEMU here")?;
             self.carry_out(Prepared { mode, disk_reads, next })
@@ -155,6 +158,13 @@ impl Session {
             let _ = self.say(&ToBackup::Turn(Order::Cancel));
         }
         turned
+    }
+
+    /// Notes that the backup is about to write its disks by itself: as long as the turn can be refused.
+    /// Noted for nothing, it costs a copy of all of them after a loss.
+    fn note_lockstep(&self) -> std::io::Result<()> {
+        fail::fail_point!("note-turn", |_| Err(std::io::Error::other("a test says so")));
+        self.records.change(&self.vm, |record| record.in_lockstep = true)
     }
 
     fn ask_backup(&self, wanted: Wanted) -> anyhow::Result<()> {

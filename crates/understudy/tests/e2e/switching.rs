@@ -264,11 +264,20 @@ fn a_disk_error_stops_a_guest_whose_backup_died_as_its_log_began() {
 
 #[test]
 fn a_turn_that_is_not_possible_changes_nothing() {
-    play_protected(armed("b", "turn-launch=1*return->off"), |scene, client| {
+    let mut options = armed("b", "turn-launch=1*return->off");
+    options.daemons.insert("a".to_owned(), daemon_passing("note-turn=1*return->off"));
+    play_protected(options, |scene, client| {
         let lockstep = ["protect", VM, "--to", "b", "--mode", "lockstep"];
         let (code, words) = refusal(scene.host("a")?, &lockstep)?;
         ensure!(code == 1 && words.contains("b refuses"), "{code}: {words}");
         ensure!(words.contains("protection goes on with checkpoints"), "{words}");
+        in_checkpoints(scene)?;
+        await_service(&client)?;
+        // The guest once left a host that could not write its record.
+        let before = scene.status("a")?["qemu_pid"].clone();
+        let (code, words) = refusal(scene.host("a")?, &lockstep)?;
+        ensure!(code == 1 && words.contains("cannot note it: a test says so"), "{code}: {words}");
+        ensure!(scene.status("a")?["qemu_pid"] == before, "it was moved into another QEMU");
         in_checkpoints(scene)?;
         await_service(&client)?;
         let (_, words) =
