@@ -273,6 +273,8 @@ impl Session {
 
     /// Lockstep: QEMU does not follow the log any more. What it did last is kept.
     pub fn diverged(&self, reason: &str) {
+        // What follows waits for a disk, and meanwhile it could win the VM.
+        self.event(Event::Doomed);
         self.distrust_mirrors();
         let reason = self.with_evidence(self.following().as_deref(), reason);
         // Told when this host has given up, never before: the primary hangs up then, and this

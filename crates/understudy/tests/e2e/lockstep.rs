@@ -396,6 +396,27 @@ fn a_backup_that_diverges_is_replaced_and_the_second_time_distrusted() {
     });
 }
 
+/// It won the VM if its primary died before it had said why.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_copy_that_has_diverged_wins_nothing_while_it_notes_how() {
+    let found = Moment::new();
+    let spoilt = "spoil-log=300*off->1*return->off";
+    let points = format!("{spoilt};{}", found.action("keep-evidence", "1*"));
+    play_protected(armed("b", &points), |scene, client| {
+        found.await_reached()?;
+        scene.host_mut("a")?.kill_everything()?;
+        client.abandon();
+        // Longer than any silence that it takes for none.
+        std::thread::sleep(SILENCE);
+        found.end()?;
+        await_forgotten(scene, "b")?;
+        let log = log_of(scene, "b")?;
+        ensure!(!log.contains("taking over at epoch"), "{log}");
+        Ok(())
+    });
+}
+
 /// Waits until host a has lost so many backups that did not follow, and says so.
 pub fn await_divergences(scene: &Scene, many: usize) -> Result<()> {
     wait_for("the backup to be given up", LIMIT, || {
