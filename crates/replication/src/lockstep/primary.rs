@@ -330,11 +330,6 @@ impl Cutter<'_> {
             if !matches!(self.session.phase(), PrimaryPhase::Syncing | PrimaryPhase::Protected) {
                 return Ok(Turn::End);
             }
-            if !self.session.has_committed(self.recording.machine) {
-                // It is on its way; nothing may overtake it.
-                self.wait(false, LONGEST_WAIT)?;
-                continue;
-            }
             let must_wait = self.must_wait();
             self.recording.blocked.store(must_wait, Ordering::Release);
             if must_wait {
@@ -373,9 +368,12 @@ impl Cutter<'_> {
         }
     }
 
-    /// No log is read: the guest will stand still. The backup of a planned fail-over executes
-    /// the rest in any case.
+    /// No log is read: the guest will stand still. What it begins behind is on its way, which nothing may
+    /// overtake. The backup of a planned fail-over executes the rest in any case.
     fn must_wait(&self) -> bool {
+        if !self.session.has_committed(self.recording.machine) {
+            return true;
+        }
         let far = self.recording.is_far_behind() && !self.session.was_handed_over();
         far || lock(&self.recording.flow).batcher.room() == 0 || !self.session.may_capture()
     }
