@@ -31,7 +31,7 @@ use understudy_machine::pause::Pause;
 use understudy_protocol::wire::LogProgress;
 use understudy_protocol::{Epoch, PrimaryPhase};
 use understudy_qemu::Monitor;
-use understudy_qemu::lockstep::{LogChannel, Request};
+use understudy_qemu::lockstep::LogChannel;
 use understudy_report::{DiskReads, LockstepReport};
 use understudy_session::primary::Event;
 use understudy_threads::{Mutex, lock};
@@ -279,8 +279,7 @@ pub fn end(mut batches: Batches<'_>, epoch: Epoch, position: u64) -> anyhow::Res
 /// Sends QEMU's log to nowhere, since nobody follows any more.
 pub fn release(machine: &Machine) -> anyhow::Result<()> {
     let log = machine.log().context("this QEMU does not record")?;
-    log.ask(Request::Detach)?;
-    Ok(log.discard_log()?)
+    Ok(log.release()?)
 }
 
 /// The next thing that the log's thread does.
