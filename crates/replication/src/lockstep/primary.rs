@@ -519,6 +519,7 @@ fn fill_in_a_test(_batches: &mut Batches<'_>) -> anyhow::Result<()> {
         let goal = _batches.log.status().position + (mib << 20);
         while _batches.log.status().position < goal {
             _batches.take_in()?;
+            thread::sleep(Duration::from_millis(1));
         }
         while !_batches.log.status().is_blocked {
             thread::sleep(Duration::from_millis(1));
