@@ -14,7 +14,7 @@ use understudy_protocol::{Output, PrimaryPhase};
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::LogRole;
 use understudy_qemu::{ClockBase, TickRate};
-use understudy_replication::primary::Session;
+use understudy_replication::primary::{Next, Session};
 use understudy_replication::turn::Wanted;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::{Mode, ProtectRequest};
@@ -45,7 +45,7 @@ impl Host {
             qemu_build: qemu_build.clone(),
             wish: wish.clone(),
         };
-        let next = || {
+        let next = || -> anyhow::Result<Option<Next>> {
             if !moves {
                 return Ok(None);
             }

@@ -450,8 +450,9 @@ mod tests {
                 std::thread::sleep(Duration::from_millis(1));
             }
             std::thread::sleep(Duration::from_millis(100));
-            assert_eq!(first_byte(4096), 0, "the write has overtaken the read");
+            let before = first_byte(4096);
             gate.change(|open| *open = true);
+            assert_eq!(before, 0, "the write has overtaken the read");
         });
         assert_eq!(first_byte(4096), 7);
     }
