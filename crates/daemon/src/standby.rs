@@ -202,7 +202,7 @@ fn end(
     match outcome {
         Outcome::Live { machine, wish, generation, reason, takeover } => {
             let wish = wish.map(|request| Wish { request, group: membership.group() });
-            let vm = host.new_primary(machine.clone(), generation, wish.clone());
+            let vm = host.new_primary(machine.clone(), generation, wish);
             fail::fail_point!("note-take-over");
             vm.took_over(takeover);
             let (event, meters) = (came_how(former, &reason, takeover), host.meters.of(name));
@@ -218,7 +218,7 @@ fn end(
             host.show_primary(&vm);
             host.join_cluster(&machine, generation);
             // The activation says so already; the record is where it belongs.
-            host.note_wish(name, wish.as_ref());
+            host.note_wish(&vm);
             if let Err(error) = machine.settle_tpm() {
                 error!(vm = %name, "its next start may go back to its TPM's former state: {error:#}");
             }

@@ -10,7 +10,7 @@ use super::session::Session;
 use super::stats::milliseconds;
 use crate::clock;
 use crate::lockstep;
-use crate::lockstep::primary::{Followed, MACHINE};
+use crate::lockstep::primary::{Batches, Followed, MACHINE};
 use crate::messages::{Piece, device_state};
 use crate::moments::{pass, stand_still, strike};
 use anyhow::Context;
@@ -282,6 +282,8 @@ impl<'a> Capturer<'a> {
         drop(unlimited);
         disks.iter().for_each(|disk| disk.end_checkpoint());
         let stopped = captured?;
+        // Of a log that ended others may have gone meanwhile.
+        let epoch = timing.epoch;
         timing.total_ms = milliseconds(watch.now - watch.started);
         self.session.note_resumed();
         self.last_pages = timing.pages + timing.precopied_pages;
@@ -347,23 +349,18 @@ impl<'a> Capturer<'a> {
         timing: &mut CheckpointTiming,
     ) -> anyhow::Result<Time> {
         let mut monitor = self.machine.monitor();
-        let epoch = self.session.running();
-        let (mut pause, came) = self.stop(cut, &mut monitor)?;
+        let (mut pause, log) = self.stop(cut, &mut monitor)?;
         let stopped = clock::now();
+        if log.is_some() {
+            // Batches may have gone while it was ending.
+            timing.epoch = self.session.running();
+            self.session.inbound.begin_epoch(timing.epoch.next());
+        }
         // Nobody runs on, or is copied, before all stand still.
         let group = &self.session.group;
         group.meet(self.session, || group.place_barrier(self.session, cut == Cut::Last))?;
-        match cut {
-            Cut::LogBegins => super::mirror::end(self.session),
-            Cut::LogEnds => {
-                let recording = self.session.recording().context("there is no log")?;
-                let (session, machine) = (self.session, self.machine);
-                let rest = lockstep::primary::end(session, machine, &recording, epoch, came)?;
-                // Before the guest runs, whose disk writes are refused until the log has ended.
-                session.outbox.put_now(Outgoing::Piece(epoch, Piece::LogEnds(rest)));
-                super::mirror::resume(session);
-            }
-            Cut::Plain | Cut::Last => {}
+        if cut == Cut::LogBegins {
+            super::mirror::end(self.session);
         }
         if cut == Cut::Plain && self.session.phase() == PrimaryPhase::Protected {
             self.closing = self.session.keep_in_pause();
@@ -384,9 +381,7 @@ impl<'a> Capturer<'a> {
         timing.copy_ms = watch.lap();
         if !saved_first {
             let position = pause.saved(&mut self.device_state)?;
-            if cut == Cut::LogBegins {
-                lockstep::primary::begin(self.machine, position)?;
-            }
+            self.bound_log(cut, log, timing.epoch, position)?;
         }
         self.pad_in_a_test();
         timing.blob_ms = watch.lap();
@@ -398,18 +393,49 @@ impl<'a> Capturer<'a> {
         Ok(stopped)
     }
 
-    /// Stops the guest; gives what came of a log that ends there, too.
-    fn stop<'m>(&self, cut: Cut, monitor: &'m mut Monitor) -> anyhow::Result<(Pause<'m>, Vec<u8>)>
+    /// Stops the guest; gives the log that ends there, too.
+    fn stop<'m>(
+        &self,
+        cut: Cut,
+        monitor: &'m mut Monitor,
+    ) -> anyhow::Result<(Pause<'m>, Option<Batches<'a>>)>
     where
         'a: 'm,
     {
         let machine: &'a Machine = self.machine;
         let errand = match cut {
-            Cut::LogEnds => return lockstep::primary::pause_at_end(machine, monitor),
+            Cut::LogEnds => {
+                let recording = self.session.recording().context("there is no log")?;
+                let mut log = Batches::new(self.session, machine, &recording)?;
+                let pause = lockstep::primary::pause_at_end(machine, monitor, &mut log)?;
+                return Ok((pause, Some(log)));
+            }
             Cut::LogBegins => LogErrand::Attach,
             Cut::Plain | Cut::Last => LogErrand::None,
         };
-        Ok((machine.pause(monitor, errand)?, Vec::new()))
+        Ok((machine.pause(monitor, errand)?, None))
+    }
+
+    /// The log begins, or ends, at this position, if it does with this pause.
+    fn bound_log(
+        &self,
+        cut: Cut,
+        log: Option<Batches<'_>>,
+        epoch: Epoch,
+        position: u64,
+    ) -> anyhow::Result<()> {
+        if cut == Cut::LogBegins {
+            let recording = self.session.recording().context("there is no log")?;
+            lockstep::primary::begin(self.machine, &recording, position)?;
+        }
+        if let Some(log) = log {
+            let rest = lockstep::primary::end(log, epoch, position)?;
+            // Before the guest runs, whose disk writes are refused until the log has ended.
+            let outbox = &self.session.outbox;
+            outbox.put_now(Outgoing::Piece(epoch, Piece::LogEnds(rest.into_log())));
+            super::mirror::resume(self.session);
+        }
+        Ok(())
     }
 
     /// A test makes the device state as large as a guest with many pictures in its graphics card has it:
