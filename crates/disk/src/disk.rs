@@ -213,6 +213,12 @@ impl Disk {
         self.image.has_failed()
     }
 
+    /// Whether a write that failed with this will fail for ever: the image, which grows in its export,
+    /// has come to the end of its device.
+    pub fn is_outgrown(&self, error: &io::Error) -> bool {
+        self.image.is_outgrown(error)
+    }
+
     /// First error of a request, if there was any; QEMU may keep it from the guest.
     pub fn first_error(&self) -> Option<String> {
         self.withheld.first()

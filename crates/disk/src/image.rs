@@ -138,6 +138,11 @@ impl Image {
         Ok(self.file.metadata()?.len())
     }
 
+    /// Whether a write failed with this as the image lies on a device that has no room for it.
+    pub(crate) fn is_outgrown(&self, error: &io::Error) -> bool {
+        self.is_device && error.kind() == io::ErrorKind::StorageFull
+    }
+
     /// Fills the buffer; what lies beyond the end of the file is zero.
     pub(crate) fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
         let _wait = self.waits.begin();

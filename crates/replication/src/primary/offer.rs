@@ -13,7 +13,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tracing::info;
-use understudy_disk::Disk;
+use understudy_disk::{Disk, image_bytes};
 use understudy_link::channel::Channel;
 use understudy_link::link::{Link, Next, read_json};
 use understudy_machine::Machine;
@@ -146,10 +146,11 @@ fn start_files(machine: &Machine) -> anyhow::Result<Vec<(FileOffer, PathBuf)>> {
     let heads = disks.filter(|(_, disk)| disk.format == DiskFormat::Qcow2).map(|(i, disk)| {
         (FileRole::DiskHead(DiskIndex(i as u16)), disk.path.clone(), DISK_HEAD_BYTES)
     });
+    // A disk may lie on a block device, whose metadata do not tell its bytes.
     let describe = |(role, path, most): (FileRole, PathBuf, u64)| {
-        let metadata = std::fs::metadata(&path)
+        let bytes = image_bytes(&path)
             .with_context(|| format!("cannot read {}, which the VM needs", path.display()))?;
-        Ok((FileOffer { role, bytes: metadata.len().min(most) }, path))
+        Ok((FileOffer { role, bytes: bytes.min(most) }, path))
     };
     boot.chain(heads).map(describe).collect()
 }
