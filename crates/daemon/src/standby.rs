@@ -18,7 +18,7 @@ use understudy_qemu::lockstep::LogRole;
 use understudy_replication::backup::{self, Beside, Former, Launch, Outcome};
 use understudy_replication::handshake::{GroupOffer, Hello, Offer};
 use understudy_replication::membership::{Member, Membership};
-use understudy_replication::resync::Groundwork;
+use understudy_replication::resync::{self, Groundwork};
 use understudy_report::events::EventKind;
 use understudy_report::{Mode, TakeoverReport};
 
@@ -32,13 +32,11 @@ pub(crate) fn begin(
 ) -> anyhow::Result<()> {
     let directory = host.vm_directory(&offer.definition.name)?;
     let name = offer.definition.name.clone();
-    let former = host.record(&name)?.map_or_else(Vec::new, |record| record.sessions);
-    let resyncs = matches!(groundwork, Groundwork::Resync(..));
+    let resync = groundwork.session().map(str::to_owned);
     let mirrors = make_mirrors(host, offer, &directory, groundwork)?;
     let definition = backup::receive_files(&link, offer, &directory, &mirrors)?;
-    if resyncs {
-        // The primary has noted what changed here: the copy can be taken up again.
-        host.records.change(&name, |record| record.sessions = former)?;
+    if let Some(session) = resync {
+        resync::note_merged(&host.records, &name, session)?;
     }
     let machine = host.launch(Plan {
         definition,

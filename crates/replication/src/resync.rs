@@ -58,6 +58,16 @@ pub enum Groundwork {
     Resync(Vec<Mirror>, Resync),
 }
 
+impl Groundwork {
+    /// The session since which the images are brought up to date.
+    pub fn session(&self) -> Option<&str> {
+        match self {
+            Groundwork::Full(_) => None,
+            Groundwork::Resync(_, resync) => Some(&resync.session),
+        }
+    }
+}
+
 /// A name that no session ever had.
 pub fn fresh_session(host: &str, vm: &VmName) -> io::Result<String> {
     let unique = fs::read_to_string("/proc/sys/kernel/random/uuid")?;
@@ -278,6 +288,12 @@ pub fn merge(machine: &Machine, sessions: &[String], resync: &Resync) -> anyhow:
     Ok(())
 }
 
+/// Notes, on the backup, that its primary has noted what changed here since this session: the copy can be taken up
+/// again by it. Of no other session: another host that knows one has not heard of these changes.
+pub fn note_merged(records: &Records, vm: &VmName, session: String) -> io::Result<()> {
+    records.change(vm, |record| record.sessions = vec![session])
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -337,6 +353,22 @@ mod tests {
         go_on(&known.records, &known.record(), &disks, &known.of_vm()).unwrap();
         assert!(disks[0].changes().is_none());
         assert!(known.record().sessions.is_empty());
+    }
+
+    /// The copy was interrupted, and all sessions that this host knew were on record again: a third host that knew another
+    /// one, and had never heard what changed here, took the images for a base.
+    #[test]
+    fn after_a_merge_only_its_session_counts() {
+        let known = Known::of(ImageRole::Active);
+        let record = known.record();
+        let sessions = ["s1", "s2"].map(str::to_owned).to_vec();
+        known.records.write(&Record { sessions, ..record }).unwrap();
+        let resync = Resync { session: "s2".to_owned(), changed: Vec::new() };
+        let groundwork = Groundwork::Resync(Vec::new(), resync);
+        let session = groundwork.session().unwrap().to_owned();
+        note_merged(&known.records, &literal("db"), session).unwrap();
+        assert_eq!(known.record().sessions, ["s2"]);
+        assert_eq!(Groundwork::Full("why".to_owned()).session(), None);
     }
 
     /// It was brought up to date by the primary's list alone, which knows nothing of that.
