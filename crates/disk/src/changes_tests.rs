@@ -285,6 +285,27 @@ fn a_sealed_map_is_of_the_file_that_it_was_sealed_for() {
     assert!(reopen(&path, &image).is_ok());
 }
 
+/// The daemon was killed, and an operator has put an older image back: the list did not say what differs there.
+#[test]
+fn an_open_map_is_of_the_file_that_it_was_begun_for() {
+    let (_directory, image, path) = image();
+    let map = create(&path, &image);
+    map.unseal().unwrap();
+    change_by_other_means(&image);
+    assert!(reopen(&path, &image).is_ok(), "the guest's own changes are no other image");
+    let copy = image.with_extension("copy");
+    fs::copy(&image, &copy).unwrap();
+    fs::rename(&copy, &image).unwrap();
+    assert!(reopen(&path, &image).unwrap_err().contains("another image has taken the place"));
+    let of_mirror = || ChangeMap::open_of_mirror(&path, DISK_BYTES, &image).unwrap();
+    assert!(of_mirror().unwrap_err().contains("another image has taken the place"));
+    // A release that knew the time alone has made it.
+    restamp(&path, Stamp::Time);
+    assert!(reopen(&path, &image).is_ok() && of_mirror().is_ok());
+    restamp(&path, Stamp::Device { number: 1, sequence: 2, written: 3 });
+    assert!(of_mirror().is_err(), "it is no device any more");
+}
+
 /// The node of a block device says nothing of its content: a sealed map was believed whatever was mounted meanwhile.
 #[test]
 fn a_sealed_map_of_a_device_is_believed_only_if_its_writes_are_counted() {

@@ -385,5 +385,14 @@ mod tests {
         fs::write(&known.image, vec![2; 1 << 20]).unwrap();
         let why = own().unwrap_err();
         assert!(why.contains("host b") && why.contains("changed by other means"), "{why}");
+        // Its daemon is killed in the next session: the list stays open.
+        let disks = known.open();
+        std::mem::forget(create(&disks, &known.of_vm()).unwrap());
+        drop(disks);
+        assert_eq!(own(), Ok(vec![Vec::new()]));
+        fs::copy(&known.image, known.of_vm().join("other")).unwrap();
+        fs::rename(known.of_vm().join("other"), &known.image).unwrap();
+        let why = own().unwrap_err();
+        assert!(why.contains("host b") && why.contains("another image"), "{why}");
     }
 }
