@@ -27,7 +27,8 @@ impl Session {
         let definition = machine.definition_now();
         let record = self.records.of(ImageRole::Mirror, self.position().0, &definition);
         let (peer, sessions) = (Some(self.primary.clone()), vec![self.id.clone()]);
-        self.records.write(&Record { peer, sessions, ..record })?;
+        let mirror_of = Some(self.id.clone());
+        self.records.write(&Record { peer, sessions, mirror_of, ..record })?;
         let changes = resync::create(&machine.disks(), &self.directory)?;
         let activation = self.records.prepare_activation(&self.vm, &self.id)?;
         Ok(Readiness { changes, activation })
