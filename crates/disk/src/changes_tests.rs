@@ -346,6 +346,33 @@ fn a_disk_marks_before_it_changes() {
     assert_eq!(map.runs(), [2..3, 4..5, 6..7, 8..9]);
 }
 
+/// The list's directory hung, not the image's device: a guest in lockstep, or unprotected, waited for ever, and nobody
+/// was told.
+#[test]
+fn a_write_that_waits_for_its_mark_waits_for_its_disk() {
+    let (_directory, image, path) = image();
+    let map = Arc::new(create(&path, &image));
+    let rounds = rounds_of(&map);
+    let disk = Disk::open(DiskIndex(0), &image, DISK_BYTES).unwrap();
+    disk.set_changes(Some(map.clone()));
+    let calls: [&(dyn Fn() + Sync); 2] =
+        [&|| disk.write(0, b"w").unwrap(), &|| drop(disk.begin_round(rounds))];
+    for call in calls {
+        // As a round's end does that writes all of the list.
+        let hangs = map.lock();
+        std::thread::scope(|scope| {
+            scope.spawn(call);
+            let begun = std::time::Instant::now();
+            while disk.longest_wait().is_none() {
+                assert!(begun.elapsed().as_secs() < 60, "nobody knows that it waits");
+                std::thread::yield_now();
+            }
+            drop(hangs);
+        });
+        assert!(disk.longest_wait().is_none());
+    }
+}
+
 proptest! {
     /// Compares with a plain set of granules.
     #[test]

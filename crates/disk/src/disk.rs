@@ -165,9 +165,15 @@ impl Disk {
         self.server_thread.store(gettid().as_raw(), Ordering::Relaxed);
     }
 
-    /// The call of the system that has waited longest for this disk's device, and for how long.
+    /// The call that has waited longest for this disk's device, or for that where its changes are noted and put aside,
+    /// and for how long.
     pub fn longest_wait(&self) -> Option<(WaitId, Duration)> {
         self.image.longest_wait()
+    }
+
+    /// Makes a call that may wait for the VM's directory, which the guest's writes wait for then.
+    pub(crate) fn counted<T>(&self, call: impl FnOnce() -> T) -> T {
+        self.image.counted(call)
     }
 
     /// Whether the guest waits for this disk.
@@ -267,7 +273,7 @@ impl Disk {
         // Under the lock, nobody is between mark and sink.
         let order = self.lock_order();
         if let Some(changes) = self.changes() {
-            changes.begin_round(rounds);
+            self.counted(|| changes.begin_round(rounds));
         }
         order.guest_writes
     }

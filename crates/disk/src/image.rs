@@ -296,6 +296,12 @@ impl Image {
         &self.file
     }
 
+    /// Makes a call that a change of the image waits for, though not for its own device; it counts as if it did.
+    pub(crate) fn counted<T>(&self, call: impl FnOnce() -> T) -> T {
+        let _wait = self.waits.begin();
+        call()
+    }
+
     /// The call that has waited longest for the device, and for how long.
     pub(crate) fn longest_wait(&self) -> Option<(WaitId, Duration)> {
         self.waits.longest()
