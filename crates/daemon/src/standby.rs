@@ -16,7 +16,7 @@ use understudy_qemu::Role;
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::LogRole;
 use understudy_replication::backup::{self, Beside, Former, Launch, Outcome};
-use understudy_replication::handshake::{GroupOffer, Hello, Offer};
+use understudy_replication::handshake::{ExportBytes, GroupOffer, Hello, Offer};
 use understudy_replication::membership::{Member, Membership};
 use understudy_replication::resync::{self, Groundwork};
 use understudy_report::events::EventKind;
@@ -173,8 +173,9 @@ fn make_mirrors(
     match groundwork {
         Groundwork::Full(why) => {
             info!(vm = %name, "all of the disks will be copied: {why}");
-            let fresh = |(i, bytes): (usize, &u64)| {
-                FreshMirror::create(directory, DiskIndex(i as u16), *bytes).map(Mirror::Fresh)
+            let fresh = |(i, &bytes): (usize, &ExportBytes)| {
+                let mirror = FreshMirror::create(directory, DiskIndex(i as u16), bytes.into());
+                mirror.map(Mirror::Fresh)
             };
             Ok(offer.disk_bytes.iter().enumerate().map(fresh).collect::<Result<_, _>>()?)
         }

@@ -356,7 +356,7 @@ fn a_write_that_waits_for_its_mark_waits_for_its_disk() {
     let disk = Disk::open(DiskIndex(0), &image, DISK_BYTES).unwrap();
     disk.set_changes(Some(map.clone()));
     let calls: [&(dyn Fn() + Sync); 2] =
-        [&|| disk.write(0, b"w").unwrap(), &|| drop(disk.begin_round(rounds))];
+        [&|| disk.write(0, b"w").unwrap(), &|| _ = disk.begin_round(rounds)];
     for call in calls {
         // As a round's end does that writes all of the list.
         let hangs = map.lock();

@@ -200,7 +200,7 @@ fn try_resync(
         return Err(format!("host {name} has images of other disks"));
     }
     let open = |(i, (ours, theirs)): (usize, (&DiskDefinition, &DiskDefinition))| {
-        let (index, bytes) = (DiskIndex(i as u16), offer.disk_bytes[i]);
+        let (index, bytes) = (DiskIndex(i as u16), offer.disk_bytes[i].into());
         let opened = if ours.has_medium_of(theirs) {
             open_image(index, ours, bytes, directory).map(Mirror::Resynced)
         } else {

@@ -3,7 +3,7 @@
 use super::Plan;
 use super::dialler::Dialler;
 use super::group::Group;
-use crate::handshake::{self, FileOffer, FileRole, GroupOffer, Offer, Ready};
+use crate::handshake::{self, ExportBytes, FileOffer, FileRole, GroupOffer, Offer, Ready};
 use crate::messages::ToBackup;
 use crate::resync::{self, Basis};
 use anyhow::{Context, bail};
@@ -65,7 +65,7 @@ pub fn offer(
             .0
             .is_shared()
             .then(|| GroupOffer { membership: group.0.membership.clone(), place: group.1 }),
-        disk_bytes: machine.disks().iter().map(|disk| disk.export_bytes()).collect(),
+        disk_bytes: export_bytes(machine)?,
         disk_used: machine.disks().iter().map(|disk| used_bytes(disk)).collect(),
         sessions: plan.sessions.clone(),
         files: files.iter().map(|(offer, _)| offer.clone()).collect(),
@@ -106,6 +106,12 @@ pub fn offer(
     // A backup that hangs up has said why, before.
     send().map_err(|error| link.last_words().unwrap_or(error))?;
     Ok(Taken { link, path, basis, version })
+}
+
+fn export_bytes(machine: &Machine) -> anyhow::Result<Vec<ExportBytes>> {
+    let disks = machine.disks();
+    let bytes = disks.iter().map(|disk| ExportBytes::try_from(disk.export_bytes()));
+    bytes.collect::<Result<_, _>>().map_err(anyhow::Error::msg)
 }
 
 /// Bytes that the image takes: of a block device, all that it has.
