@@ -10,7 +10,6 @@ use tracing::{error, info, warn};
 use understudy_disk::{FreshMirror, Mirror};
 use understudy_link::link::Link;
 use understudy_machine::Plan;
-use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{DiskIndex, HostName, Output, VmName};
 use understudy_qemu::Role;
 use understudy_qemu::command::Lockstep;
@@ -181,11 +180,7 @@ fn make_mirrors(
         }
         Groundwork::Resync(disks, _) => {
             info!(vm = %name, "only what changed of the disks will be copied");
-            host.records.change(name, |record| {
-                record.image.role = ImageRole::Syncing;
-                record.image.generation = offer.generation;
-                record.sessions.clear();
-            })?;
+            host.records.note_syncing(name, offer.generation)?;
             Ok(disks)
         }
     }

@@ -57,7 +57,8 @@ pub use error::DiskError;
 pub use format::{ImageFormat, check_format, export_bytes, export_bytes_as_listed, image_bytes};
 pub use mark::{absent_blocks, incomplete_mark};
 pub use mirror::{
-    COPY_CHUNK_BYTES, FreshMirror, Mirror, changes_path, copy_changed, copy_out, mirror_path,
+    COPY_CHUNK_BYTES, FreshMirror, Mirror, Synced, changes_path, copy_changed, copy_out,
+    mirror_path,
 };
 pub use nbd::{AwaitedRead, NbdServer, Traffic};
 pub use reads::{ReadFollower, ReadRecorder, ReadSink, Reads, Span};

@@ -222,6 +222,16 @@ impl Records {
         self.replace(&record)
     }
 
+    /// Notes that this host's images become a mirror of that generation's, if there is a record of them: they are not
+    /// what it said, and nobody knows yet what they will be.
+    pub fn note_syncing(&self, vm: &VmName, generation: Generation) -> io::Result<()> {
+        self.change(vm, |record| {
+            record.image.role = ImageRole::Syncing;
+            record.image.generation = generation;
+            record.sessions.clear();
+        })
+    }
+
     /// Notes the medium that a drive has from now on, if there is a record. An error if the VM on
     /// record has no such drive.
     pub fn note_medium(
