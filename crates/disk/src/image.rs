@@ -138,6 +138,11 @@ impl Image {
         Ok(self.file.metadata()?.len())
     }
 
+    /// Whether a write failed with this as the image lies on a device that has no room for it.
+    pub(crate) fn is_outgrown(&self, error: &io::Error) -> bool {
+        self.is_device && error.kind() == io::ErrorKind::StorageFull
+    }
+
     /// Fills the buffer; what lies beyond the end of the file is zero.
     pub(crate) fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
         let _wait = self.waits.begin();
@@ -289,6 +294,12 @@ impl Image {
     #[cfg(test)]
     pub(crate) fn file(&self) -> &Durable {
         &self.file
+    }
+
+    /// Makes a call that a change of the image waits for, though not for its own device; it counts as if it did.
+    pub(crate) fn counted<T>(&self, call: impl FnOnce() -> T) -> T {
+        let _wait = self.waits.begin();
+        call()
     }
 
     /// The call that has waited longest for the device, and for how long.

@@ -107,7 +107,7 @@ impl Session {
             Piece::Pages(_) | Piece::DiskWrite(_) | Piece::DiskZero(_)
                 if header.epoch == Epoch(0) =>
             {
-                return Ok(apply_alone(&self.machine(), piece).map_err(OwnFailure::other)?);
+                return Ok(apply_alone(&self.machine(), piece).map_err(OwnFailure::of)?);
             }
             Piece::LogBegins => self.expect_log(header.epoch)?,
             Piece::LogEnds(_) => self.expect_end_of_log()?,
