@@ -1,6 +1,6 @@
 //! Encode and send: the queue between the guest's side and the wire.
 
-use super::link_speed::Burst;
+use super::link_speed::{Burst, gathered};
 use super::occupied::{self, OwnTime};
 use super::references::References;
 use super::session::Session;
@@ -13,6 +13,7 @@ use crossbeam_channel::{Receiver, Sender};
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use understudy_encoding::{Encoder, EncodingPlan, Page};
 use understudy_link::channel::Channel;
 use understudy_link::link::Next;
@@ -44,54 +45,82 @@ pub enum Outgoing {
 #[derive(Clone, Debug)]
 pub struct Outbox {
     queue: Sender<Outgoing>,
-    budget: Arc<ByteBudget>,
+    /// Wakes the reading end.
+    bell: Sender<()>,
+    shared: Arc<Shared>,
 }
 
 /// The reading end of the queue.
 #[derive(Debug)]
 pub struct Outflow {
     queue: Receiver<Outgoing>,
-    budget: Arc<ByteBudget>,
+    bell: Receiver<()>,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    budget: ByteBudget,
+    /// Bytes of disk writes that were queued since the reading end was woken last, about.
+    untold: AtomicU64,
+    /// So many of them wake it, if nothing else does.
+    gathered: AtomicU64,
 }
 
 /// A fresh queue.
 pub fn queue() -> (Outbox, Outflow) {
-    let (sender, receiver) = crossbeam_channel::unbounded();
-    let budget = Arc::new(ByteBudget::new(QUEUE_BYTES));
-    (Outbox { queue: sender, budget: budget.clone() }, Outflow { queue: receiver, budget })
+    let (queue, items) = crossbeam_channel::unbounded();
+    let (bell, rings) = crossbeam_channel::bounded(1);
+    let budget = ByteBudget::new(QUEUE_BYTES);
+    let shared = Arc::new(Shared { budget, untold: 0.into(), gathered: 0.into() });
+    let outbox = Outbox { queue, bell, shared: shared.clone() };
+    (outbox, Outflow { queue: items, bell: rings, shared })
 }
 
 impl Outbox {
     /// Queues data, waiting while the queue is full: the back-pressure that
     /// slows a guest down to the link's speed.
     pub fn put(&self, item: Outgoing) {
-        if self.budget.take(item.bytes()) {
-            // Fails only when the sender is gone with the session.
-            let _ = self.queue.send(item);
+        if self.shared.budget.take(item.bytes()) {
+            self.send(item);
         }
     }
 
     /// Queues without waiting, for the checkpoint itself: the pipeline's depth
     /// bounds these.
     pub fn put_now(&self, item: Outgoing) {
-        self.budget.force(item.bytes());
+        self.shared.budget.force(item.bytes());
+        self.send(item);
+    }
+
+    /// Nobody is woken for the disk writes of an epoch alone, unless they are many: its end comes.
+    fn send(&self, item: Outgoing) {
+        let Shared { untold, gathered, .. } = &*self.shared;
+        let may_wait = item.may_wait().is_some_and(|bytes| {
+            let all = untold.fetch_add(bytes, Ordering::Relaxed) + bytes;
+            all < gathered.load(Ordering::Relaxed)
+        });
+        // Both fail when the sender is gone with the session, and the bell when it was rung already.
         let _ = self.queue.send(item);
+        if !may_wait {
+            let _ = self.bell.try_send(());
+        }
     }
 
     /// Lets everybody who waits pass; what is queued is the last to be sent.
     pub fn close(&self) {
-        self.budget.close();
-        let _ = self.queue.send(Outgoing::End);
+        self.shared.budget.close();
+        self.send(Outgoing::End);
     }
 
     /// The time since which somebody has waited for room, and nobody who did has got any.
     pub fn waits_since(&self) -> Option<Time> {
-        self.budget.waits_since()
+        self.shared.budget.waits_since()
     }
 
     /// Whether nothing more gets into it.
     pub fn is_closed(&self) -> bool {
-        self.budget.is_closed()
+        self.shared.budget.is_closed()
     }
 }
 
@@ -103,6 +132,35 @@ impl Outgoing {
             Outgoing::Forget | Outgoing::EpochEnd(..) | Outgoing::Message(_) | Outgoing::End => 0,
         }
     }
+
+    /// The bytes of what may wait for what comes next: something does, at the latest the end of its epoch. The
+    /// first synchronisation has none.
+    fn may_wait(&self) -> Option<u64> {
+        match self {
+            Outgoing::Piece(epoch, piece @ (Piece::DiskWrite(_) | Piece::DiskZero(_))) => {
+                (*epoch > Epoch(0)).then(|| piece.bytes())
+            }
+            _ => None,
+        }
+    }
+}
+
+impl Outflow {
+    /// The next item; none when nobody can send more. Whether it had to be waited for, too.
+    fn next(&self) -> Option<(Outgoing, bool)> {
+        let mut waited = false;
+        loop {
+            if let Ok(item) = self.queue.try_recv() {
+                return Some((item, waited));
+            }
+            let is_rung = self.bell.recv().is_ok();
+            self.shared.untold.store(0, Ordering::Relaxed);
+            waited = true;
+            if !is_rung {
+                return Some((self.queue.try_recv().ok()?, waited));
+            }
+        }
+    }
 }
 
 /// Sends what the queue holds until its end or until the connection fails.
@@ -112,8 +170,9 @@ pub fn send_all(outflow: &Outflow, session: &Session) -> io::Result<()> {
     let encoder = Encoder::new(*plan, occupied::worked);
     let (digests, own) = (HashMap::new(), OwnTime::new());
     let burst = Burst::begin(clock::now(), own.occupied());
+    let shared = &*outflow.shared;
     let mut sending =
-        Sending { link, stats, plan: *plan, encoder, references, digests, own, burst };
+        Sending { link, stats, plan: *plan, encoder, references, digests, own, burst, shared };
     while let Some(item) = sending.next(outflow) {
         if matches!(item, Outgoing::End) {
             break;
@@ -124,7 +183,7 @@ pub fn send_all(outflow: &Outflow, session: &Session) -> io::Result<()> {
         let bytes = item.bytes();
         let next = if outflow.queue.is_empty() { Next::Unknown } else { Next::Message };
         sending.send(item, next)?;
-        outflow.budget.give_back(bytes);
+        outflow.shared.budget.give_back(bytes);
     }
     Ok(())
 }
@@ -138,17 +197,17 @@ struct Sending<'a> {
     digests: HashMap<Epoch, EpochDigest>,
     own: OwnTime,
     burst: Burst,
+    shared: &'a Shared,
 }
 
 impl Sending<'_> {
     /// The queue's next item; none when nobody can send more.
     fn next(&mut self, outflow: &Outflow) -> Option<Outgoing> {
-        if let Ok(item) = outflow.queue.try_recv() {
-            return Some(item);
+        let (item, waited) = outflow.next()?;
+        if waited {
+            self.burst = Burst::begin(clock::now(), self.own.occupied());
         }
-        let item = outflow.queue.recv().ok();
-        self.burst = Burst::begin(clock::now(), self.own.occupied());
-        item
+        Some(item)
     }
 
     fn send(&mut self, item: Outgoing, next: Next) -> io::Result<()> {
@@ -184,6 +243,7 @@ impl Sending<'_> {
     fn send_pages(&mut self, epoch: Epoch, chunk: &CapturedChunk, next: Next) -> io::Result<()> {
         if let Some(seconds) = self.stats.link(|link| link.seconds_per_byte()) {
             self.encoder.set_link(seconds);
+            self.shared.gathered.store(gathered(seconds), Ordering::Relaxed);
         }
         let references = self.references;
         let find = |page: &Page| references?.find(page);
@@ -214,5 +274,83 @@ impl Sending<'_> {
         let bytes = (HEADER_BYTES + header.length) as u64;
         self.burst.add(bytes);
         self.stats.sent(bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::{self, RecvTimeoutError};
+    use std::thread;
+    use std::time::Duration;
+    use understudy_protocol::DiskIndex;
+    use understudy_protocol::wire::DiskWrite;
+
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    fn write(epoch: u64, bytes: usize) -> Outgoing {
+        let write = DiskWrite::new(DiskIndex(0), 0, &vec![7; bytes]);
+        Outgoing::Piece(Epoch(epoch), Piece::DiskWrite(write))
+    }
+
+    fn end(epoch: u64) -> Outgoing {
+        Outgoing::EpochEnd(Epoch(epoch), clock::now())
+    }
+
+    /// A queue that gathers so many bytes, and what comes out of it: epoch, whether that ends, whether it was
+    /// waited for.
+    fn flow(bytes: u64) -> (Outbox, mpsc::Receiver<(u64, bool, bool)>) {
+        let (outbox, outflow) = queue();
+        outbox.shared.gathered.store(bytes, Ordering::Relaxed);
+        let (came, comes) = mpsc::channel();
+        thread::spawn(move || {
+            while let Some((item, waited)) = outflow.next() {
+                outflow.shared.budget.give_back(item.bytes());
+                let told = match item {
+                    Outgoing::Piece(epoch, _) => (epoch.0, false, waited),
+                    Outgoing::EpochEnd(epoch, _) => (epoch.0, true, waited),
+                    _ => return,
+                };
+                came.send(told).unwrap();
+            }
+        });
+        (outbox, comes)
+    }
+
+    #[test]
+    fn disk_writes_wait_for_what_comes_next_and_go_before_it() {
+        let (outbox, comes) = flow(10_000);
+        outbox.put(write(1, 1_000));
+        outbox.put(write(1, 1_000));
+        let none = comes.recv_timeout(Duration::from_millis(200));
+        assert_eq!(none, Err(RecvTimeoutError::Timeout), "nobody is woken for it");
+        outbox.put_now(end(1));
+        let came: Vec<_> = (0..3).map(|_| comes.recv_timeout(PATIENCE).unwrap()).collect();
+        assert_eq!(
+            came.iter().map(|came| (came.0, came.1)).collect::<Vec<_>>(),
+            [(1, false), (1, false), (1, true)]
+        );
+        assert!(came[0].2, "a burst begins when its sender wakes");
+    }
+
+    #[test]
+    fn many_disk_writes_do_not_wait() {
+        let (outbox, comes) = flow(10_000);
+        for _ in 0..5 {
+            // Some more than that: what was queued while the sender was awake may not be counted.
+            (0..30).for_each(|_| outbox.put(write(1, 1_000)));
+            comes.recv_timeout(PATIENCE).expect("enough for a message");
+        }
+        outbox.close();
+        assert_eq!(comes.iter().count(), 5 * 29, "what was queued is sent before the end");
+    }
+
+    #[test]
+    fn a_first_synchronisation_and_a_link_that_is_not_known_gather_nothing() {
+        for (gathers, epoch) in [(10_000, 0), (0, 1)] {
+            let (outbox, comes) = flow(gathers);
+            outbox.put(write(epoch, 1_000));
+            assert_eq!(comes.recv_timeout(PATIENCE).unwrap().0, epoch);
+        }
     }
 }
