@@ -299,7 +299,7 @@ impl<'a> Capturer<'a> {
             carried: carried.saturating_sub(std::mem::replace(&mut self.carried_bytes, carried)),
         };
         self.session.group.rendezvous().resumed(checkpoint, &self.session.policy);
-        self.session.group.ring();
+        self.session.group.ring_others();
         Ok(())
     }
 
