@@ -476,7 +476,8 @@ fn pays_another_round(found: u64, written_for: Duration, round: Duration) -> boo
 fn urgency(session: &Session, machine: &Machine) -> Option<Urgency> {
     let disks = machine.disks();
     let threads = disks.iter().filter_map(|disk| disk.server_thread());
-    let urgency = Urgency::new(machine.qemu_pid(), threads);
+    let by_monitor = machine.pause_obstacle().is_some();
+    let urgency = Urgency::new(machine.qemu_pid(), by_monitor, threads);
     let refused = |error: &std::io::Error| {
         warn!(
             vm = %session.vm,
