@@ -111,7 +111,9 @@ mod tests {
                 }
             })
         };
-        [player(0), player(1)].map(|player| player.join().unwrap());
+        for player in [player(0), player(1)] {
+            player.join().unwrap();
+        }
         assert_eq!(*turn.lock(), TURNS);
         drop(turn.wait_while_for(turn.lock(), Duration::from_millis(1), |_| true));
         drop(turn.wait_for(turn.lock(), Duration::from_millis(1)));
