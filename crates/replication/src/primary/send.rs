@@ -280,13 +280,10 @@ impl Sending<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::mpsc::{self, RecvTimeoutError};
     use std::thread;
     use std::time::Duration;
     use understudy_protocol::DiskIndex;
     use understudy_protocol::wire::DiskWrite;
-
-    const PATIENCE: Duration = Duration::from_secs(20);
 
     fn write(epoch: u64, bytes: usize) -> Outgoing {
         let write = DiskWrite::new(DiskIndex(0), 0, &vec![7; bytes]);
@@ -297,60 +294,75 @@ mod tests {
         Outgoing::EpochEnd(Epoch(epoch), clock::now())
     }
 
-    /// A queue that gathers so many bytes, and what comes out of it: epoch, whether that ends, whether it was
-    /// waited for.
-    fn flow(bytes: u64) -> (Outbox, mpsc::Receiver<(u64, bool, bool)>) {
+    /// A queue that gathers so many bytes.
+    fn gathering(bytes: u64) -> (Outbox, Outflow) {
         let (outbox, outflow) = queue();
         outbox.shared.gathered.store(bytes, Ordering::Relaxed);
-        let (came, comes) = mpsc::channel();
-        thread::spawn(move || {
-            while let Some((item, waited)) = outflow.next() {
-                outflow.shared.budget.give_back(item.bytes());
-                let told = match item {
-                    Outgoing::Piece(epoch, _) => (epoch.0, false, waited),
-                    Outgoing::EpochEnd(epoch, _) => (epoch.0, true, waited),
-                    _ => return,
-                };
-                came.send(told).unwrap();
-            }
-        });
-        (outbox, comes)
+        (outbox, outflow)
+    }
+
+    /// Whether a sender that sleeps was woken.
+    fn is_woken(outflow: &Outflow) -> bool {
+        outflow.bell.try_recv().is_ok()
     }
 
     #[test]
     fn disk_writes_wait_for_what_comes_next_and_go_before_it() {
-        let (outbox, comes) = flow(10_000);
+        let (outbox, outflow) = gathering(10_000);
         outbox.put(write(1, 1_000));
-        outbox.put(write(1, 1_000));
-        let none = comes.recv_timeout(Duration::from_millis(200));
-        assert_eq!(none, Err(RecvTimeoutError::Timeout), "nobody is woken for it");
+        outbox.put(write(1, 2_000));
+        assert!(!is_woken(&outflow));
         outbox.put_now(end(1));
-        let came: Vec<_> = (0..3).map(|_| comes.recv_timeout(PATIENCE).unwrap()).collect();
-        assert_eq!(
-            came.iter().map(|came| (came.0, came.1)).collect::<Vec<_>>(),
-            [(1, false), (1, false), (1, true)]
-        );
-        assert!(came[0].2, "a burst begins when its sender wakes");
+        outbox.put(write(2, 3_000));
+        assert!(is_woken(&outflow));
+        let items = std::iter::from_fn(|| outflow.queue.try_recv().ok());
+        let came: Vec<_> = items.map(|item| item.bytes() / 1_000).collect();
+        assert_eq!(came, [1, 2, 0, 3], "the end, which has no bytes, comes third");
     }
 
     #[test]
     fn many_disk_writes_do_not_wait() {
-        let (outbox, comes) = flow(10_000);
-        for _ in 0..5 {
-            // Some more than that: what was queued while the sender was awake may not be counted.
-            (0..30).for_each(|_| outbox.put(write(1, 1_000)));
-            comes.recv_timeout(PATIENCE).expect("enough for a message");
+        let (outbox, outflow) = gathering(10_000);
+        for write_of in [1, 2, 3] {
+            (0..9).for_each(|_| outbox.put(write(write_of, 1_000)));
+            assert!(!is_woken(&outflow));
+            outbox.put(write(write_of, 1_000));
+            assert!(is_woken(&outflow), "enough for a message");
+            outflow.shared.untold.store(0, Ordering::Relaxed);
         }
         outbox.close();
-        assert_eq!(comes.iter().count(), 5 * 29, "what was queued is sent before the end");
+        assert!(is_woken(&outflow), "what is queued is the last to be sent");
     }
 
     #[test]
     fn a_first_synchronisation_and_a_link_that_is_not_known_gather_nothing() {
         for (gathers, epoch) in [(10_000, 0), (0, 1)] {
-            let (outbox, comes) = flow(gathers);
+            let (outbox, outflow) = gathering(gathers);
             outbox.put(write(epoch, 1_000));
-            assert_eq!(comes.recv_timeout(PATIENCE).unwrap().0, epoch);
+            assert!(is_woken(&outflow), "epoch {epoch}");
         }
+    }
+
+    #[test]
+    fn a_sender_that_sleeps_counts_anew_and_one_that_nobody_feeds_ends() {
+        let (outbox, outflow) = gathering(10_000);
+        outbox.put(write(1, 4_000));
+        assert!(!outflow.next().unwrap().1, "it was there");
+        // Sooner or later it is put while this thread sleeps.
+        let sleeps = |delay| {
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    thread::sleep(Duration::from_millis(delay));
+                    outbox.put_now(end(1));
+                });
+                outflow.next().unwrap().1
+            })
+        };
+        assert!([1, 10, 100, 1_000, 10_000].into_iter().any(sleeps));
+        assert_eq!(outflow.shared.untold.load(Ordering::Relaxed), 0);
+        outbox.put(write(2, 1_000));
+        drop(outbox);
+        assert!(outflow.next().is_some(), "what was queued comes");
+        assert!(outflow.next().is_none());
     }
 }
