@@ -211,7 +211,7 @@ impl Session {
     /// under the lock and the event are one step.
     pub(super) fn event_locked(&self, core: &mut Lead, event: Event) -> Vec<Effect> {
         let mut effects = Vec::new();
-        let (decided, before) = (Instant::now(), core.phase().clone());
+        let (decided, before) = (Instant::now(), core.stage());
         core.handle(clock::now(), event, &mut effects);
         let blocked = core.in_flight() >= self.policy.pipeline();
         self.group.each(|member| member.epoch_room.set_blocked(blocked));
@@ -219,13 +219,14 @@ impl Session {
             self.take_effect(effect, core, decided);
         }
         self.group.publish(core);
-        if before != *core.phase() {
-            self.group.each(|member| member.tell_phase(&before, core));
+        let phase_changed = before.phase != *core.phase();
+        if phase_changed {
+            self.group.each(|member| member.tell_phase(&before.phase, core));
         }
         // A log's thread has hundreds of epochs a second to see to, and waits for few of their
         // acknowledgements.
-        let flows = self.recording().is_some_and(|recording| !recording.is_blocked());
-        if !flows || before != *core.phase() {
+        let flows = || self.recording().is_some_and(|recording| !recording.is_blocked());
+        if phase_changed || (core.has_news(&before, &effects) && !flows()) {
             self.group.ring();
         }
         effects
