@@ -1,6 +1,7 @@
 //! A seed becomes a schedule: how the world is, and what goes wrong when.
 
 use crate::lasting::Lasting;
+use crate::outbox::Shortage;
 use crate::paths::Flaw;
 use crate::random::Random;
 use std::fmt;
@@ -46,6 +47,8 @@ pub struct Schedule {
     pub clocks_stop: bool,
     /// A host whose processors are slow, and how many times everything takes longer there.
     pub slow: Option<(usize, u32)>,
+    /// Room for what is on its way, if that is short.
+    pub shortage: Option<Shortage>,
     /// From here on nothing goes wrong any more, and what did is repaired, unless it failed for good.
     pub calm_from: Time,
 }
@@ -281,8 +284,21 @@ impl Schedule {
             clocks,
             clocks_stop,
             slow,
+            shortage: (!lockstep).then(|| Shortage::any(&mut Random::new(seed, 14))).flatten(),
             calm_from: Time(Duration::from_millis(TROUBLE)),
         }
+    }
+}
+
+impl Shortage {
+    fn any(random: &mut Random) -> Option<Shortage> {
+        random.percent(25).then(|| Shortage {
+            queue: 1 + random.below(8),
+            wire: 1 + random.index(5),
+            epoch: 2 + random.below(16),
+            writes: [25, 60, 95][random.index(3)],
+            backup: 1 + random.index(3),
+        })
     }
 }
 
