@@ -80,6 +80,7 @@ impl World {
             Fault::Stall(target, span) => self.on(target, |w, host| {
                 w.hosts[host.0].stalled_from = w.now;
                 w.hosts[host.0].stalled_until = w.now + span;
+                w.hosts[host.0].slept += span;
                 w.coverage.stalls += 1;
             }),
             Fault::HungDisk(span) => self.on(Target::Backup, |w, host| {

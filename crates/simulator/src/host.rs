@@ -50,6 +50,8 @@ pub struct Host {
     pub stalled_from: Time,
     /// Time before which nothing runs here.
     pub stalled_until: Time,
+    /// For so long it has stood still.
+    pub slept: Duration,
     /// For so long its clock stood still with it.
     pub clock_stood: Duration,
     /// What is applied here waits for the disk until then.
@@ -191,6 +193,7 @@ impl Host {
             ran: false,
             stalled_from,
             stalled_until,
+            slept: Duration::ZERO,
             clock_stood: Duration::ZERO,
             disk_hangs_until: Time::default(),
             disk_hangs_from: Time::default(),

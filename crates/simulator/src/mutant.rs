@@ -30,15 +30,18 @@ pub enum DriverMutant {
     OpenBeforeRecord,
     /// A mirror that was won and given back counts as one that the guest ran on.
     ReturnedMirrorRan,
+    /// The clock of a primary stands still while its host sleeps.
+    SleepUncounted,
 }
 
 impl DriverMutant {
-    const ALL: [DriverMutant; 5] = [
+    const ALL: [DriverMutant; 6] = [
         DriverMutant::AckBeforeStaged,
         DriverMutant::ApplyPartialEpoch,
         DriverMutant::LoseBarrier,
         DriverMutant::OpenBeforeRecord,
         DriverMutant::ReturnedMirrorRan,
+        DriverMutant::SleepUncounted,
     ];
 }
 

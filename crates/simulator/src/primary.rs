@@ -87,12 +87,13 @@ impl World {
     /// The backup is ready: the first synchronisation begins.
     pub(crate) fn start_session(&mut self, host: HostId) {
         let (now, timeout, paths) = (self.now, self.schedule.timeout, self.schedule.paths);
+        let told = self.clock_of_cores(host);
         let (lockstep, shortage) = (self.schedule.lockstep, self.schedule.shortage);
         let Some(running) = self.hosts[host.0].running() else { return };
         let Some(dialled) = running.dialling.take() else { return };
         let id = dialled.session;
-        let core = Primary::new(running.generation, timeout, now);
-        let lead = Lead::new(core, 1, dialled.peer.name(), now).with_freshness(FRESH, now);
+        let core = Primary::new(running.generation, timeout, told);
+        let lead = Lead::new(core, 1, dialled.peer.name(), told).with_freshness(FRESH, told);
         let mut lead = lead.with_patience(SICK);
         if lockstep {
             lead.set_pipeline(PIPELINE);
@@ -215,9 +216,9 @@ impl World {
 
     /// Moves the data to a better path where it waits too long.
     fn look_for_better_path(&mut self, host: HostId, id: SessionId) {
-        let now = self.now;
+        let told = self.clock_of_cores(host);
         let Some(session) = self.hosts[host.0].session(id) else { return };
-        if let Some(epoch) = session.core.stuck(now).filter(|_| session.ways.are_several()) {
+        if let Some(epoch) = session.core.stuck(told).filter(|_| session.ways.are_several()) {
             self.path_event(host, id, PathEvent::Stuck(epoch));
         }
     }
@@ -237,9 +238,10 @@ impl World {
     /// Checks that nobody is called protected against the word of its backup, or by an old one.
     fn check_standing(&mut self, host: HostId, id: SessionId) {
         let (now, awake) = (self.now, self.hosts[host.0].stalled_until);
+        let told = self.clock_of_cores(host);
         let Some(session) = self.hosts[host.0].session(id) else { return };
         let called = *session.core.phase() == PrimaryPhase::Protected;
-        if !called || session.core.obstacle(now).is_some() {
+        if !called || session.core.obstacle(told).is_some() {
             return;
         }
         let (obstacle, heard) = &session.word;
@@ -263,6 +265,7 @@ impl World {
     /// Checks that nobody is called protected whose output waits, and for nothing.
     fn check_delivery(&mut self, host: HostId, id: SessionId) {
         let (now, awake) = (self.now, self.hosts[host.0].stalled_until);
+        let told = self.clock_of_cores(host);
         let longest = self.schedule.policy.longest_epoch();
         let waits = self.hosts[host.0].running().and_then(|running| running.port.waits_in_epoch());
         let Some(session) = self.hosts[host.0].session(id) else { return };
@@ -273,7 +276,7 @@ impl World {
             let Some(since) = session.outbox.held_up() else { return };
             let begun = since.max(session.acknowledged).max(awake);
             let quiet = now - session.delivered.1.max(begun);
-            let called = session.core.obstacle(now).or_else(|| session.core.delay(now)).is_none();
+            let called = session.core.obstacle(told).or_else(|| session.core.delay(told)).is_none();
             let age = waits.map_or(Duration::ZERO, |came| now - (came + longest).max(begun));
             self.coverage.outputs_held_up += u64::from(!called && age > EPOCH_BOUND);
             if quiet > EPOCH_BOUND + SLACK {
@@ -286,7 +289,7 @@ impl World {
         };
         let quiet = now - session.delivered.1.max(*oldest).max(awake);
         let age = now - (*oldest).max(awake);
-        let called = session.core.obstacle(now).or_else(|| session.core.delay(now)).is_none();
+        let called = session.core.obstacle(told).or_else(|| session.core.delay(told)).is_none();
         self.coverage.slow_epochs += u64::from(age > EPOCH_BOUND + SLACK);
         if quiet > EPOCH_BOUND + SLACK {
             self.violation(format!("{host} waits for its backup for {quiet:?}, and nothing moves"));
@@ -317,12 +320,13 @@ impl World {
         let Some(session) = self.hosts[host.0].session(id) else { return };
         let before = session.core.phase().clone();
         let (mut effects, policy) = (Vec::new(), self.schedule.policy);
+        let by_its_clock = self.clock_of_cores(host);
         let Some(session) = self.hosts[host.0].session(id) else { return };
         if matches!(event, PrimaryEvent::Captured | PrimaryEvent::CapturedLast) {
             session.flying.push_back(now);
         }
         let lost = matches!(event, PrimaryEvent::Verdict(..));
-        session.core.handle(now, event, &mut effects);
+        session.core.handle(by_its_clock, event, &mut effects);
         let after = session.core.phase().clone();
         let landed = session.flying.len().saturating_sub(session.core.in_flight() as usize);
         session.flying.drain(..landed);

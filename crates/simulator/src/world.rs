@@ -211,6 +211,15 @@ impl World {
         Time(self.by_clock(host, self.now.0).saturating_sub(self.hosts[host.0].clock_stood))
     }
 
+    /// The time that the state machines of this host are told: all of it passes, whatever the host does.
+    pub(crate) fn clock_of_cores(&self, host: HostId) -> Time {
+        let slept = match self.has(DriverMutant::SleepUncounted) {
+            true => self.hosts[host.0].slept,
+            false => Duration::ZERO,
+        };
+        Time(self.now.0.saturating_sub(slept))
+    }
+
     /// So much time, by this host's clock.
     pub(crate) fn by_clock(&self, host: HostId, time: Duration) -> Duration {
         let faster = i128::from(self.schedule.clocks[host.0]);

@@ -69,6 +69,7 @@ fn broken_by(mutant: Mutant) -> &'static str {
             ApplyPartialEpoch => "is not at the boundary",
             OpenBeforeRecord => "image is the valid one, but",
             ReturnedMirrorRan => "image is valid, named is",
+            SleepUncounted => "two live copies",
         },
     }
 }
