@@ -146,6 +146,8 @@ mutants! {
     ConcludeFromSilence,
     /// A winner that does not answer counts as one that never ran the VM.
     SilentNeverRan,
+    /// That a host claimed the VM, and started nothing, makes its images old.
+    ForgetTheClaim,
     /// A host starts a VM that is another's.
     StartForeign,
 }

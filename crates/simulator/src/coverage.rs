@@ -56,6 +56,10 @@ coverage! {
     records_uncertain,
     /// It was there all the same.
     records_unheard,
+    /// A host failed as it wrote a record.
+    records_torn,
+    /// A host that had claimed the VM failed before its guest was started.
+    starts_in_vain,
     /// A grant that came too late was returned.
     late_grants_returned,
     /// The arbiter did not answer a primary.

@@ -166,7 +166,8 @@ impl World {
             return self.record_late(host, generation);
         }
         self.check_owner(host, generation);
-        self.set_record(host, ImageRole::Active, generation);
+        // It may be torn, too: `perhaps_recorded`.
+        self.put_record(host, ImageRole::Active, generation);
         self.check_image();
         self.note(host, || format!("its image is valid at generation {generation}"));
         self.moment(Moment::Activated);
@@ -192,7 +193,7 @@ impl World {
             self.hosts[host.0].image.record = Some((ImageRole::Active, generation));
             self.check_records();
         } else {
-            self.set_record(host, ImageRole::Active, generation);
+            self.put_record(host, ImageRole::Active, generation);
         }
     }
 

@@ -169,7 +169,7 @@ impl World {
         }
     }
 
-    fn power_off(&mut self, id: HostId, span: Duration) {
+    pub(crate) fn power_off(&mut self, id: HostId, span: Duration) {
         if !self.hosts[id.0].up {
             return;
         }
@@ -181,7 +181,7 @@ impl World {
         }
     }
 
-    fn daemon_dies(&mut self, id: HostId, span: Duration, told: bool) {
+    pub(crate) fn daemon_dies(&mut self, id: HostId, span: Duration, told: bool) {
         if let Role::Backup(standby) = &self.hosts[id.0].role {
             self.perhaps_recorded(id, standby.id);
         }

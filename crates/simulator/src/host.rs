@@ -151,19 +151,22 @@ pub struct Image {
     pub lineage: LineageId,
     /// Role that it has, and since when; always on stable storage.
     pub record: Option<(ImageRole, Generation)>,
+    /// Generation from which the VM was about to be claimed for a start on it.
+    pub claimed_from: Option<Generation>,
 }
 
 impl Image {
     /// An image without content.
     pub fn blank() -> Image {
         let blocks = [0; BLOCKS];
-        Image { blocks, synced: blocks, lineage: LineageId(0), record: None }
+        Image { blocks, synced: blocks, lineage: LineageId(0), record: None, claimed_from: None }
     }
 
     /// The host's record of it.
     pub fn record_of(&self, host: HostId) -> Option<ImageRecord> {
         let (role, generation) = self.record?;
-        Some(ImageRecord { host: host.name(), role, generation, claimed_from: None })
+        let claimed_from = self.claimed_from;
+        Some(ImageRecord { host: host.name(), role, generation, claimed_from })
     }
 
     /// Puts everything on stable storage.

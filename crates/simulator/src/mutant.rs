@@ -69,6 +69,7 @@ impl Mutant {
         Some(match mutant {
             KeepUnheardGrant => 3728,
             WinnersWordFirst => 2425,
+            ForgetTheClaim => 2024,
             LeaseBesideSession => 3302,
             ContestWhenSick => 1679,
             KeepLateGrant => 1034,

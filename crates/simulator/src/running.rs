@@ -119,6 +119,10 @@ impl World {
         image.sync();
         let flushed = Claim { state, blocks: image.blocks };
         self.set_record(host, ImageRole::Active, generation);
+        if !self.hosts[host.0].up {
+            self.coverage.starts_in_vain += 1;
+            return;
+        }
         let guest = Guest { state, pages: [state.number; PAGES], flushed };
         self.run_here(host, guest, generation);
     }

@@ -63,6 +63,7 @@ fn broken_by(mutant: Mutant) -> &'static str {
             }
             MirrorCounts | ConcludeFromSilence | SilentNeverRan => "image is valid, named is",
             StartForeign => "may start the VM",
+            ForgetTheClaim => "may not start it",
         },
         Mutant::Driver(mutant) => match mutant {
             AckBeforeStaged | LoseBarrier => "output commit",
