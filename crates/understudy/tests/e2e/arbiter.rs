@@ -1,6 +1,7 @@
 //! A backup that does not reach the arbiter could never take over: it is not taken as one, is not
 //! called one any more when that happens later, and does not wait for ever after a cut.
 
+use crate::fencing::pass;
 use crate::refusals::quick;
 use crate::stage::{
     Calm, LIMIT, await_degraded, await_forgotten, await_service, daemon, options, play,
@@ -8,9 +9,11 @@ use crate::stage::{
 };
 use anyhow::{Context, Result, ensure};
 use std::io::{BufRead, BufReader};
-use std::time::Instant;
+use std::time::{Duration, Instant};
+use understudy_arbiter::EtcdConfig;
+use understudy_arbiter::etcd::Etcd;
 use understudy_lab::scene::VM;
-use understudy_lab::{ArbiterKind, HostOptions, Scene, wait_for};
+use understudy_lab::{ArbiterKind, HostOptions, Scene, in_namespace, wait_for};
 
 /// Leaves nothing in the place of the arbiter's directory on this host.
 fn unmount(scene: &Scene, host: &str) -> Result<()> {
@@ -143,5 +146,44 @@ fn a_cut_that_heals_leaves_nobody_waiting() {
         protect(scene.host("a")?, VM, &["--to", "b"])?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
+    });
+}
+
+/// Time in which two hosts had made 20 revisions.
+const IDLE: Duration = Duration::from_secs(20);
+
+/// Each look at the other members had put a revision, of which etcd keeps every one until it is compacted, and takes no
+/// new owner of any VM once its space is full of them.
+#[test]
+fn hosts_that_idle_do_not_fill_etcd() {
+    let mut options = options().calm();
+    for host in options.hosts.clone() {
+        let arbiter = ArbiterKind::Etcd;
+        options
+            .daemons
+            .insert(host, HostOptions { arbiter, without_peers: true, ..daemon().calm() });
+    }
+    play(options, |scene| {
+        for (host, other) in [("a", "b"), ("b", "a")] {
+            wait_for("the other member", LIMIT, || {
+                let status = scene.host(host)?.call(["status", "--json"])?;
+                let status: serde_json::Value = serde_json::from_str(&status)?;
+                Ok((status["peers"] == serde_json::json!([other])).then_some(()))
+            })?;
+        }
+        let before = scene.etcd()?.revision()?;
+        pass(IDLE)?;
+        let made = scene.etcd()?.revision()? - before;
+        // A host that stood still has another lease, which is a revision when it ends, too.
+        ensure!(made <= 6, "{made} revisions");
+        let endpoints = vec![understudy_lab::Etcd::endpoint(scene.lab(), "a")?];
+        let config = EtcdConfig { endpoints, prefix: "/understudy".to_owned(), tls: None };
+        let (etcd, host) = (Etcd::new(&config)?, scene.lab().host("a")?);
+        let keeps = |revisions| in_namespace(&host, || etcd.keeps_all(revisions))?;
+        ensure!(keeps(1)?, "nobody has compacted them");
+        ensure!(!keeps(1_000_000)?, "there were not that many");
+        scene.etcd()?.compact()?;
+        ensure!(!keeps(1)?, "they were compacted");
+        Ok(())
     });
 }
