@@ -15,7 +15,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 use understudy_lab::scene::VM;
-use understudy_lab::{Scene, SceneOptions, wait_for};
+use understudy_lab::{ArbiterKind, HostOptions, Scene, SceneOptions, wait_for};
 
 /// The status of a host's guest once it runs there in a keeper that answers.
 fn answered(scene: &Scene) -> Result<Kept> {
@@ -458,6 +458,32 @@ fn after_an_upgrade_the_plan_tells_which_keepers_run_another_program_and_they_ar
         let plan = scene.host("a")?.call(["upgrade", "--plan"])?;
         ensure!(!plan.contains("another program"), "{plan}");
         close(client)?;
+        stop(scene)
+    });
+}
+
+/// What a VM's keeper is replaced by reads another file of its host than it did.
+fn with_settings(scene: &mut Scene, settings: &str, arbiter: ArbiterKind) -> Result<()> {
+    let before = with_keepers().daemons.remove("a").context("no host a")?;
+    let settings = format!("{}{settings}", before.settings);
+    scene.host_mut("a")?.kill_daemon()?;
+    scene.revive_with("a", HostOptions { settings, arbiter, ..before })
+}
+
+/// The lease of the last keeper had stayed at the arbiter: `recover --force` on host b took it for one that was over.
+#[test]
+fn a_keeper_without_leases_leaves_none_of_the_last_one() {
+    let mut options = with_keepers();
+    options.daemons.get_mut("a").expect("a host a").settings += "lease_seconds = 4\n";
+    play(options, |scene| {
+        scene.protected_guest("a", "b")?;
+        scene.host("a")?.call(["unprotect", VM])?;
+        let lease = scene.lab().arbiter_directory().join(VM).join("1.lease");
+        wait_for("the lease", LIMIT, || Ok(lease.exists().then_some(())))?;
+        with_settings(scene, "lease_seconds = 0\n", ArbiterKind::File)?;
+        replace(scene)?;
+        ensure!(!lease.exists(), "nobody renews it any more");
+        scene.await_guest()?;
         stop(scene)
     });
 }
