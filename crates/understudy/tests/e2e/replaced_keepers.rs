@@ -487,3 +487,24 @@ fn a_keeper_without_leases_leaves_none_of_the_last_one() {
         stop(scene)
     });
 }
+
+/// The last keeper had left its guest by then.
+#[test]
+fn a_keeper_is_not_replaced_by_one_whose_arbiter_does_not_know_the_vm() {
+    let other = tempfile::tempdir().expect("a directory for the test");
+    play(with_keepers(), |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let before = answered(scene)?;
+        let identity = scene.lab().arbiter_directory().join(".identity");
+        fs::copy(identity, other.path().join(".identity"))?;
+        let settings =
+            format!("[arbiter]\nkind = \"file\"\npath = \"{}\"\n", other.path().display());
+        with_settings(scene, &settings, ArbiterKind::None)?;
+        let words = refused(scene, "a", VM)?;
+        ensure!(words.contains("has no record of generation 1"), "{words}");
+        ensure!(answered(scene)? == before, "another one");
+        scene.await_guest()?;
+        stop(scene)
+    });
+}
