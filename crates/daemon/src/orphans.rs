@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_machine::NotUnderstood;
 use understudy_machine::custody::{Custody, OF_RESTORE, Unfound};
-use understudy_protocol::Ownership;
+use understudy_protocol::LeaseAnswer;
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 use understudy_qemu::process::{self, has_ended};
@@ -415,18 +415,13 @@ impl Host {
         let image = record.map(|record| record.image);
         let runs = image
             .is_some_and(|image| image.role == ImageRole::Active && image.generation == generation);
-        let Some(arbiter) = self.arbiter.as_ref().filter(|_| runs) else {
-            return if runs { Ok(()) } else { Err(lost("by this host's own record")) };
-        };
-        match arbiter.current(vm) {
-            Err(error) => Err(Failure::Later(error.to_string())),
-            Ok(Some(Ownership { host: Some(host), generation: current })) => {
-                match host == self.config.name && current == generation {
-                    true => Ok(()),
-                    false => Err(lost(&format!("host {host} has it in generation {current}"))),
-                }
-            }
-            Ok(_) => Err(lost("nobody has it")),
+        if !runs {
+            return Err(lost("by this host's own record"));
+        }
+        match self.ask_for_owner(vm, generation) {
+            LeaseAnswer::Own => Ok(()),
+            LeaseAnswer::Unreachable(why) => Err(Failure::Later(why)),
+            LeaseAnswer::Moved { why, .. } => Err(lost(&why)),
         }
     }
 
