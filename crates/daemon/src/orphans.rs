@@ -115,15 +115,19 @@ impl Orphans {
         self.of(|former| former == Former::Other)
     }
 
-    /// Those that stand still until somebody does something about it.
+    /// Those that stand still until they are taken back, or somebody does something about it.
     fn problems(&self) -> Vec<VmName> {
-        self.of(|former| matches!(former, Former::Other | Former::Silent))
+        self.of(|former| former != Former::Keeper)
     }
 
-    /// Those that stand still, and may for long: between two keepers, left by another version, or with a custodian
-    /// that is silent.
+    /// All of them: each may stand still for long.
     pub fn untold(&self) -> Vec<VmName> {
-        self.of(|former| former != Former::Daemon)
+        self.of(|_| true)
+    }
+
+    /// Those that end with this daemon if it ends now, or may soon.
+    pub fn end_with_daemon(&self) -> Vec<VmName> {
+        self.of(|former| matches!(former, Former::Daemon | Former::Silent))
     }
 
     /// Those between two keepers.
@@ -487,4 +491,22 @@ fn find(directory: &Path) -> anyhow::Result<Orphan> {
     let still = Duration::from_millis(estate.still_ms);
     let since = Instant::now().checked_sub(still).unwrap_or_else(Instant::now);
     Ok(Orphan { note, descriptors, custody, since })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use understudy_protocol::literal;
+
+    // Before, one that was to be taken back was in no status, for as long as store or arbiter were silent.
+    #[test]
+    fn whoever_stands_still_is_told_of() {
+        let orphans = Orphans::default();
+        let [db, web]: [VmName; 2] = [literal("db"), literal("web")];
+        orphans.add(&db);
+        let _between = orphans.expect_keeper(&web);
+        assert_eq!(orphans.untold(), [db.clone(), web]);
+        assert_eq!(orphans.problems(), [db.clone()]);
+        assert_eq!(orphans.end_with_daemon(), [db]);
+    }
 }
