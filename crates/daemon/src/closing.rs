@@ -22,6 +22,9 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 /// A guest that has not reacted is asked again: one that boots has nobody yet who hears it.
 const PRESS_INTERVAL: Duration = Duration::from_secs(10);
 
+/// Time for the guests of the last daemon to end, when all others have.
+const ORPHAN_PATIENCE: Duration = Duration::from_secs(5);
+
 /// Reason why a guest that was asked to power off still runs.
 pub(crate) enum StillOn {
     /// Its time is over.
@@ -45,6 +48,9 @@ impl Host {
         self.hand_all_over();
         self.end_all_but_primaries();
         self.power_all_off();
+        self.await_orphans();
+        // What was taken back all the same.
+        self.power_all_off();
         if let Some(etcd) = self.arbiter.as_ref().and_then(Arbiter::etcd) {
             self.members.leave(etcd);
         }
@@ -52,6 +58,14 @@ impl Host {
             watchdog.disarm();
         }
         self.events.close();
+    }
+
+    /// Waits for the guests of the last daemon, which end; what holds one, a store say, does not hold this daemon.
+    fn await_orphans(&self) {
+        self.orphans.give_up_all();
+        for vm in self.orphans.await_given_up(Instant::now() + ORPHAN_PATIENCE) {
+            warn!(%vm, "stands still, and is left to its custodian: its store, or the arbiter, does not answer");
+        }
     }
 
     /// Waits for what is being started in a keeper, which ends as the others do; what comes later

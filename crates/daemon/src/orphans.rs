@@ -164,10 +164,22 @@ impl Orphans {
         orphan.map(|orphan| orphan.given_up = true).is_some()
     }
 
-    /// Ends all that the last daemon had; returns when they have ended. What a keeper had is not the daemon's to end.
+    /// Nobody wants what the last daemon had any more; returns before it has ended. What a keeper had is not the daemon's
+    /// to end.
     pub fn give_up_all(&self) {
         for vm in self.of(|former| former == Former::Daemon) {
-            self.give_up(&vm);
+            self.mark_given_up(&vm);
+        }
+    }
+
+    /// Waits until all those have ended; returns those that have not by then.
+    pub fn await_given_up(&self, until: Instant) -> Vec<VmName> {
+        loop {
+            let left = self.of(|former| former == Former::Daemon);
+            if left.is_empty() || Instant::now() >= until {
+                return left;
+            }
+            thread::sleep(LOOK);
         }
     }
 
@@ -497,6 +509,24 @@ fn find(directory: &Path) -> anyhow::Result<Orphan> {
 mod tests {
     use super::*;
     use understudy_protocol::literal;
+
+    // Before, a daemon that was to end waited for the store, or the arbiter, of such a guest without bound, and handed over
+    // nobody meanwhile.
+    #[test]
+    fn a_guest_whose_thread_hangs_delays_the_end_of_its_daemon_by_no_more_than_the_bound() {
+        let (orphans, db, web) = (Orphans::default(), literal("db"), literal("web"));
+        orphans.add(&db);
+        let _between = orphans.expect_keeper(&web);
+        orphans.give_up_all();
+        assert!(orphans.is_given_up(&db), "its thread ends it when it comes back");
+        assert!(!orphans.is_given_up(&web), "it is not the daemon's to end");
+        let until = Instant::now() + Duration::from_millis(50);
+        assert_eq!(orphans.await_given_up(until), [db.clone()]);
+        let ended = orphans.clone();
+        let thread = thread::spawn(move || ended.remove(&db));
+        assert!(orphans.await_given_up(Instant::now() + AGAIN * 60).is_empty());
+        thread.join().unwrap();
+    }
 
     // Before, one that was to be taken back was in no status, for as long as store or arbiter were silent.
     #[test]
