@@ -4,7 +4,8 @@
 use crate::fencing::pass;
 use crate::refusals::quick;
 use crate::stage::{
-    Calm, LIMIT, await_degraded, await_forgotten, await_service, daemon, options, play,
+    Calm, LIMIT, await_degraded, await_forgotten, await_service, daemon, daemon_passing,
+    options, play,
     play_protected, protect, protection, prove_survival, refusal,
 };
 use anyhow::{Context, Result, ensure};
@@ -185,5 +186,19 @@ fn hosts_that_idle_do_not_fill_etcd() {
         scene.etcd()?.compact()?;
         ensure!(!keeps(1)?, "they were compacted");
         Ok(())
+    });
+}
+
+/// It had been well for ever, and could be reached.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn an_arbiter_that_hangs_is_told_of() {
+    let mut options = options().calm();
+    options.daemons.insert("a".to_owned(), daemon_passing("ask-arbiter=sleep(1000000)"));
+    play(options, |scene| {
+        wait_for("host a to tell of its arbiter", LIMIT, || {
+            let status = scene.host("a")?.call(["status"])?;
+            Ok(status.contains("WRONG: arbiter: it has not answered").then_some(()))
+        })
     });
 }
