@@ -7,7 +7,7 @@ use crate::sick_hosts::Hanging;
 use crate::snapshot::{json, store};
 use crate::stage::{
     LIMIT, await_forgotten, await_service, close, daemon_passing, hand_over, play, protection,
-    prove_disk, prove_survival, refusal, restart_daemon,
+    prove_disk, prove_survival, refusal, restart_daemon, run,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -504,6 +504,30 @@ fn a_keeper_is_not_replaced_by_one_whose_arbiter_does_not_know_the_vm() {
         let words = refused(scene, "a", VM)?;
         ensure!(words.contains("has no record of generation 1"), "{words}");
         ensure!(answered(scene)? == before, "another one");
+        scene.await_guest()?;
+        stop(scene)
+    });
+}
+
+/// The next keeper had opened what lay there: the guest's requests had gone to an older copy of its disk.
+#[test]
+fn a_keeper_is_not_replaced_while_another_file_is_at_the_path_of_its_disk() {
+    play(with_keepers(), |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let before = answered(scene)?;
+        let shown: Value = serde_json::from_str(&scene.host("a")?.call(["vm", "show", VM, "--json"])?)?;
+        let image = shown["disk"][0]["path"].as_str().context("no disk")?.to_owned();
+        let (own, copy) = (format!("{image}.own"), format!("{image}.copy"));
+        run("cp", &["--sparse=always", &image, &copy])?;
+        fs::rename(&image, &own)?;
+        fs::rename(&copy, &image)?;
+        let words = refused(scene, "a", VM)?;
+        ensure!(words.contains("another file is at") && words.contains(&image), "{words}");
+        ensure!(answered(scene)? == before, "another one");
+        scene.await_guest()?;
+        fs::rename(&own, &image)?;
+        replace(scene)?;
         scene.await_guest()?;
         stop(scene)
     });
