@@ -6,6 +6,7 @@
 //! power off: it would be off otherwise because a backup's daemon was restarted a moment before.
 
 use crate::host::Host;
+use crate::lifecycle::RELEASED_WITHIN;
 use crate::vm::{PrimaryVm, Vm};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -24,6 +25,9 @@ const PRESS_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Time for the guests of the last daemon to end, when all others have.
 const ORPHAN_PATIENCE: Duration = Duration::from_secs(5);
+
+/// Time for a guest that has ended to be forgotten, that for the arbiter included.
+const FORGOTTEN_WITHIN: Duration = RELEASED_WITHIN.saturating_mul(2);
 
 /// Reason why a guest that was asked to power off still runs.
 pub(crate) enum StillOn {
@@ -176,10 +180,14 @@ impl Host {
             if self.is_hurried() {
                 return Err(StillOn::Hurried);
             }
-            if bound.is_zero() || Instant::now() > deadline {
+            // One that has ended in time is still to be forgotten.
+            let has_ended = vm.machine().is_halted();
+            let end = deadline + if has_ended { FORGOTTEN_WITHIN } else { Duration::ZERO };
+            if bound.is_zero() || Instant::now() > end {
                 return Err(StillOn::TimeIsOver);
             }
-            if asked.is_none_or(|asked: Instant| asked.elapsed() > PRESS_INTERVAL) {
+            let is_due = asked.is_none_or(|asked: Instant| asked.elapsed() > PRESS_INTERVAL);
+            if is_due && !has_ended {
                 vm.machine()
                     .press_power_button()
                     .map_err(|error| StillOn::NotAsked(format!("{error:#}")))?;

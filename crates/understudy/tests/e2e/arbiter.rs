@@ -202,3 +202,21 @@ fn an_arbiter_that_hangs_is_told_of() {
         })
     });
 }
+
+/// The guest's end was not told of as long as the arbiter did not answer, and its power counted as cut.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_vm_is_stopped_in_order_although_its_arbiter_hangs() {
+    let mut options = options().calm();
+    options.daemons.insert("a".to_owned(), daemon_passing("release=sleep(1000000)"));
+    play(options, |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        scene.host("a")?.call(["vm", "stop", VM])?;
+        await_forgotten(scene, "a")?;
+        let events = scene.host("a")?.call(["events", "--json"])?;
+        ensure!(events.contains("\"stopped\""), "{events}");
+        ensure!(!events.contains("\"cut\":true"), "{events}");
+        Ok(())
+    });
+}
