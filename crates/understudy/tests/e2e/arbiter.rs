@@ -4,9 +4,8 @@
 use crate::fencing::pass;
 use crate::refusals::quick;
 use crate::stage::{
-    Calm, LIMIT, await_degraded, await_forgotten, await_service, daemon, daemon_passing,
-    options, play,
-    play_protected, protect, protection, prove_survival, refusal,
+    Calm, LIMIT, await_degraded, await_forgotten, await_service, daemon, daemon_passing, options,
+    play, play_protected, protect, protection, prove_survival, refusal,
 };
 use anyhow::{Context, Result, ensure};
 use std::io::{BufRead, BufReader};

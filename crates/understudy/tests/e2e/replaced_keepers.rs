@@ -516,7 +516,8 @@ fn a_keeper_is_not_replaced_while_another_file_is_at_the_path_of_its_disk() {
         scene.start_guest("a")?;
         scene.await_guest()?;
         let before = answered(scene)?;
-        let shown: Value = serde_json::from_str(&scene.host("a")?.call(["vm", "show", VM, "--json"])?)?;
+        let shown: Value =
+            serde_json::from_str(&scene.host("a")?.call(["vm", "show", VM, "--json"])?)?;
         let image = shown["disk"][0]["path"].as_str().context("no disk")?.to_owned();
         let (own, copy) = (format!("{image}.own"), format!("{image}.copy"));
         run("cp", &["--sparse=always", &image, &copy])?;
