@@ -6,6 +6,7 @@
 //! power off: it would be off otherwise because a backup's daemon was restarted a moment before.
 
 use crate::host::Host;
+use crate::lifecycle::RELEASED_WITHIN;
 use crate::vm::{PrimaryVm, Vm};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -25,6 +26,12 @@ const LAPSE_PATIENCE: Duration = Duration::from_secs(15);
 
 /// A guest that has not reacted is asked again: one that boots has nobody yet who hears it.
 const PRESS_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Time for the guests of the last daemon to end, when all others have.
+const ORPHAN_PATIENCE: Duration = Duration::from_secs(5);
+
+/// Time for a guest that has ended to be forgotten, that for the arbiter included.
+const FORGOTTEN_WITHIN: Duration = RELEASED_WITHIN.saturating_mul(2);
 
 /// Reason why a guest that was asked to power off still runs.
 pub(crate) enum StillOn {
@@ -49,6 +56,9 @@ impl Host {
         self.hand_all_over();
         self.end_all_but_primaries();
         self.power_all_off();
+        self.await_orphans();
+        // What was taken back all the same.
+        self.power_all_off();
         if let Some(etcd) = self.arbiter.as_ref().and_then(Arbiter::etcd) {
             self.members.leave(etcd);
         }
@@ -56,6 +66,14 @@ impl Host {
             watchdog.disarm();
         }
         self.events.close();
+    }
+
+    /// Waits for the guests of the last daemon, which end; what holds one, a store say, does not hold this daemon.
+    fn await_orphans(&self) {
+        self.orphans.give_up_all();
+        for vm in self.orphans.await_given_up(Instant::now() + ORPHAN_PATIENCE) {
+            warn!(%vm, "stands still, and is left to its custodian: its store, or the arbiter, does not answer");
+        }
     }
 
     /// Waits for what is being started in a keeper, which ends as the others do; what comes later
@@ -181,10 +199,14 @@ impl Host {
             if self.is_hurried() {
                 return Err(StillOn::Hurried);
             }
-            if bound.is_zero() || Instant::now() > deadline {
+            // One that has ended in time is still to be forgotten.
+            let has_ended = vm.machine().is_halted();
+            let end = deadline + if has_ended { FORGOTTEN_WITHIN } else { Duration::ZERO };
+            if bound.is_zero() || Instant::now() > end {
                 return Err(StillOn::TimeIsOver);
             }
-            if asked.is_none_or(|asked: Instant| asked.elapsed() > PRESS_INTERVAL) {
+            let is_due = asked.is_none_or(|asked: Instant| asked.elapsed() > PRESS_INTERVAL);
+            if is_due && !has_ended {
                 vm.machine()
                     .press_power_button()
                     .map_err(|error| StillOn::NotAsked(format!("{error:#}")))?;

@@ -276,7 +276,9 @@ impl Host {
 
     /// One VM's status.
     pub fn vm_status(&self, name: &VmName) -> Result<VmStatus, HostError> {
-        match self.status_of_untold(name) {
+        // One that was taken back just now may still be among those that stand still.
+        let is_here = self.vms.lock().contains_key(name);
+        match self.status_of_untold(name).filter(|_| !is_here) {
             Some(status) => Ok(self.complete(status)),
             None => Ok(self.complete(self.vm(name)?.status())),
         }
@@ -351,11 +353,12 @@ impl Host {
 
     /// Everything on this host.
     pub fn status(&self) -> HostStatus {
+        // In this order: one that is taken back meanwhile is in either.
+        let mut still = self.orphans.untold();
         let known = self.vms.lock().clone();
+        still.retain(|vm| self.keeper_of(vm).is_none() && !known.contains_key(vm));
+        let still: Vec<_> = still.iter().filter_map(|vm| self.status_of_untold(vm)).collect();
         let vms = self.all_just_lost(&known).into_iter().chain(known.into_values());
-        let between = self.orphans.untold();
-        let between = between.iter().filter(|vm| self.keeper_of(vm).is_none());
-        let between = between.filter_map(|vm| self.status_of_untold(vm));
         HostStatus {
             name: self.config.name.clone(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -366,7 +369,7 @@ impl Host {
             peers: self.known_hosts().into_keys().collect(),
             awaited: self.awaited.all(),
             lost: self.lost_vms(),
-            vms: vms.map(|vm| vm.status()).chain(between).map(|vm| self.complete(vm)).collect(),
+            vms: vms.map(|vm| vm.status()).chain(still).map(|vm| self.complete(vm)).collect(),
         }
     }
 

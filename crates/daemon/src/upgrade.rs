@@ -47,10 +47,14 @@ impl Host {
             vm: keeper.vm,
             group: None,
         });
+        let still = self.orphans.end_with_daemon();
+        let still = still.into_iter().filter(|vm| !vms.iter().any(|(known, _)| known == vm));
+        let still: Vec<_> =
+            still.filter_map(|vm| Some(stands_still(self.orphans.why(&vm)?, vm))).collect();
         UpgradePlan {
             host: self.config.name.clone(),
             running,
-            vms: vms.into_iter().map(step).chain(kept).collect(),
+            vms: vms.into_iter().map(step).chain(kept).chain(still).collect(),
             peers,
         }
     }
@@ -142,6 +146,15 @@ fn peer(ours: &Versions, host: HostName, answer: Result<Versions, String>) -> Up
 fn release(versions: &Versions) -> Option<Release> {
     let version = versions.qemu.as_ref()?.parse().ok()?;
     Some(Release { version, layout: versions.qemu_layout.clone().map(StateLayout::from) })
+}
+
+/// The step for a guest that the last daemon has left, and that ends with this one.
+fn stands_still(why: String, vm: VmName) -> UpgradeStep {
+    let outcome = UpgradeOutcome::NeedsPerson {
+        reason: format!("it {why}; it would be ended"),
+        remedy: format!("wait until it goes on (`understudy status {vm}`)"),
+    };
+    UpgradeStep { vm, group: None, outcome }
 }
 
 /// Facts that are known of a VM beside its status.

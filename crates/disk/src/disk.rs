@@ -3,6 +3,7 @@
 mod medium;
 mod ordered;
 mod outcomes;
+mod place;
 mod settings;
 mod snapshot;
 
@@ -22,6 +23,7 @@ use nix::errno::Errno;
 use nix::unistd::gettid;
 pub(crate) use ordered::Ordered;
 pub use outcomes::GuestWrites;
+pub use place::FileId;
 use settings::Settings;
 use std::fmt;
 use std::io;

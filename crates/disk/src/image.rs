@@ -130,6 +130,11 @@ impl Image {
         Ok(Image { file, is_device, is_shared: false, waits: Waits::default() })
     }
 
+    /// What the file system says of it.
+    pub(crate) fn metadata(&self) -> io::Result<Metadata> {
+        self.file.metadata()
+    }
+
     /// Present length in bytes.
     pub(crate) fn len(&self) -> io::Result<u64> {
         if self.is_device {

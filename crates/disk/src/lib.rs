@@ -51,7 +51,7 @@ pub use absent::Fetcher;
 pub use blocks::{BLOCK_BYTES, BlockSet};
 pub use capture::{Capture, ChangesTaken, PreparedCapture};
 pub use changes::{ChangeMap, GRANULE_BYTES, Rounds};
-pub use disk::{Disk, GuestWrites, WriteSink};
+pub use disk::{Disk, FileId, GuestWrites, WriteSink};
 pub use durable::Durable;
 pub use error::DiskError;
 pub use format::{ImageFormat, check_format, export_bytes, export_bytes_as_listed, image_bytes};

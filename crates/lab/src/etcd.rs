@@ -89,6 +89,19 @@ impl Etcd {
         self.ask("maintenance/alarm", &alarm).map(drop)
     }
 
+    /// Its newest revision: how often something was changed in it.
+    pub fn revision(&self) -> Result<i64> {
+        let answer = self.ask("kv/range", &json!({ "key": "AA==" }))?;
+        let revision = answer["header"]["revision"].as_str().context("it names no revision")?;
+        Ok(revision.parse()?)
+    }
+
+    /// Has it forget all revisions but the newest one.
+    pub fn compact(&self) -> Result<()> {
+        let newest = self.revision()?.to_string();
+        self.ask("kv/compaction", &json!({ "revision": newest })).map(drop)
+    }
+
     fn ask(&self, method: &str, body: &Value) -> Result<Value> {
         let body = body.to_string();
         let request = format!(

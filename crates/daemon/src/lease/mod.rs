@@ -9,6 +9,7 @@ mod contender;
 mod former;
 mod peers;
 mod resumed;
+mod settling;
 mod tending;
 mod watchdog;
 
@@ -20,11 +21,13 @@ use crate::containment;
 use crate::host::Host;
 use crate::vm::PrimaryVm;
 use crossbeam_channel::Sender;
+use settling::Settling;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 use tracing::{error, info, warn};
+use understudy_machine::Machine;
 use understudy_network::boot_time;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{Lease, LeaseAction, Stake, Stillness, Time, VmName};
@@ -34,6 +37,8 @@ use understudy_threads::{Mutex, lock};
 
 /// Time between two looks.
 const LOOK: Duration = Duration::from_millis(100);
+/// Pause before a guest whose QEMU has not answered is told again to stand still, or to go on.
+const AGAIN: Duration = Duration::from_secs(1);
 
 /// A VM that is to be tended at the arbiter.
 type Errands = Sender<tending::Errand>;
@@ -44,8 +49,8 @@ pub(crate) struct Tenure {
     lease: Mutex<Lease>,
     /// Whether the log knows of one.
     told: AtomicBool,
-    /// Lock that is held while the guest is made to stand still, or to go on.
-    settling: Mutex<()>,
+    /// Whether the guest stands still, or goes on, as the lease says.
+    settling: Mutex<Settling>,
 }
 
 impl Tenure {
@@ -115,6 +120,10 @@ impl Host {
         let mut lease = lock(&vm.tenure.lease);
         let actions = lease.tick(now, stake);
         self.carry_out(vm, &lease, actions, Some(errands));
+        drop(lease);
+        if lock(&vm.tenure.settling).begin_again() {
+            self.settle_in_thread(vm);
+        }
     }
 
     /// Notes that this host did nothing for so long: sole owners ask the arbiter before anything
@@ -176,10 +185,18 @@ impl Host {
     }
 
     fn settle_aside(&self, vm: &Arc<PrimaryVm>) {
+        if lock(&vm.tenure.settling).begin() {
+            self.settle_in_thread(vm);
+        }
+    }
+
+    /// A thread that cannot be started is at the next look.
+    fn settle_in_thread(&self, vm: &Arc<PrimaryVm>) {
         let settled = vm.clone();
         let name = vm.name();
         if let Err(error) = containment::spawn_for(self, name, "settle", move || settle(&settled)) {
-            error!(vm = %name, "its guest goes on, and nothing leaves it: no thread: {error}");
+            error!(vm = %name, "its guest does not do yet what its lease says: no thread: {error}");
+            lock(&vm.tenure.settling).has_no_thread();
         }
     }
 
@@ -209,17 +226,27 @@ impl Host {
 
 /// Has the guest stand still, or go on, as the lease says by now.
 fn settle(vm: &PrimaryVm) {
-    let _settling = lock(&vm.tenure.settling);
-    let stands = vm.tenure.standstill().is_some();
-    let machine = vm.machine();
-    let settled = match stands {
-        true => machine.hold(),
-        false => machine.let_go(),
-    };
-    if let Err(error) = settled
-        && !machine.is_halted()
-    {
-        let what = if stands { "stand still" } else { "go on" };
-        warn!(vm = %vm.name(), "the guest does not {what}: {error:#}");
+    while lock(&vm.tenure.settling).goes_on() {
+        let stands = vm.tenure.standstill().is_some();
+        let machine = vm.machine();
+        let settled = match stands {
+            true => machine.hold(),
+            false => let_go(&machine),
+        };
+        let has_ended = || machine.is_halted() || machine.is_powered_off() || !machine.is_alive();
+        if let Err(error) = settled
+            && !has_ended()
+        {
+            let what = if stands { "stand still" } else { "go on" };
+            warn!(vm = %vm.name(), "the guest does not {what}, and is told again: {error:#}");
+            lock(&vm.tenure.settling).failed();
+            drop(machine);
+            thread::sleep(AGAIN);
+        }
     }
+}
+
+fn let_go(machine: &Machine) -> anyhow::Result<()> {
+    fail::fail_point!("let-go", |_| anyhow::bail!("a test says so"));
+    machine.let_go()
 }

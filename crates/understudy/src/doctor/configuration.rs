@@ -12,6 +12,9 @@ use understudy_daemon::keeper::{seclusion, view};
 use understudy_daemon::probe::{self, ProbeAnswer, ProbeError};
 use understudy_protocol::HostName;
 
+/// Revisions that an etcd which compacts them need not keep: of ten sole owners in three days.
+const MANY_REVISIONS: i64 = 1_000_000;
+
 pub fn checks(config: &HostConfig) -> Vec<Check> {
     let mut checks = vec![Check::ok("configuration", format!("host {}", config.name))];
     checks.extend(config.listen.iter().map(|address| listen("listen", *address)));
@@ -93,7 +96,9 @@ fn arbiter(config: Option<&ArbiterConfig>) -> Check {
     let (tried, detail, advice) = match config {
         None => return Check::note(NAME, "none configured", "VMs run, but none can be protected"),
         Some(ArbiterConfig::File { path }) => (
-            understudy_arbiter::try_directory(path).with_context(|| path.display().to_string()),
+            understudy_arbiter::try_directory(path)
+                .map(|()| Tried::Well)
+                .with_context(|| path.display().to_string()),
             format!("{} takes records", path.display()),
             "it must be a directory that all hosts can write, with hard links",
         ),
@@ -104,18 +109,34 @@ fn arbiter(config: Option<&ArbiterConfig>) -> Check {
         ),
     };
     match tried {
-        Ok(()) => Check::ok(NAME, detail),
+        Ok(Tried::Well) => Check::ok(NAME, detail),
+        Ok(Tried::Fills) => Check::note(
+            NAME,
+            format!("{detail}, and has not compacted its last {MANY_REVISIONS} revisions"),
+            "start it with --auto-compaction-retention=8, or another time in hours: once its space is full no VM can be \
+             taken over",
+        ),
         Err(error) => Check::fail(NAME, format!("{error:#}"), advice),
     }
 }
 
+/// Result of a try that did not fail.
+enum Tried {
+    Well,
+    /// It takes records until its space is full of old ones.
+    Fills,
+}
+
 /// Every endpoint answers with what the whole cluster knows; changes nothing.
-fn try_etcd(config: &EtcdConfig) -> anyhow::Result<()> {
+fn try_etcd(config: &EtcdConfig) -> anyhow::Result<Tried> {
     for endpoint in &config.endpoints {
         let alone = EtcdConfig { endpoints: vec![endpoint.clone()], ..config.clone() };
         Etcd::new(&alone)?.get::<serde_json::Value>("/doctor")?;
     }
-    Ok(())
+    Ok(match Etcd::new(config)?.keeps_all(MANY_REVISIONS)? {
+        true => Tried::Fills,
+        false => Tried::Well,
+    })
 }
 
 fn peers(config: &HostConfig) -> Vec<Check> {

@@ -110,6 +110,24 @@ fn with_etcd_a_sole_owner_freezes_without_it_and_goes_on() {
     without_the_arbiter(ArbiterKind::Etcd);
 }
 
+/// It had stood still for good, and `status` said that it lives.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_guest_whose_qemu_does_not_answer_at_once_goes_on_all_the_same() {
+    let mut options = short(ArbiterKind::File);
+    let daemon = options.daemons.get_mut("a").expect("a host a");
+    daemon.environment.push(("FAILPOINTS".to_owned(), "let-go=2*return".to_owned()));
+    play_protected(options, |scene, client| {
+        unprotect(scene)?;
+        hide(scene, ArbiterKind::File, "a")?;
+        await_standstill(scene)?;
+        unhide(scene, ArbiterKind::File, "a")?;
+        await_service(&client)?;
+        ensure!(log_of(scene, "a")?.contains("is told again"), "it went on at once");
+        prove_survival(scene, client, "a")
+    });
+}
+
 /// A guest that says how long it has run, in tenths of a second at the most.
 const COUNT: &str = "n=0; while :; do n=$((n + 1)); echo $n > /tmp/count; sleep 0.1; done";
 
