@@ -91,16 +91,18 @@ mod tests {
     #[test]
     fn an_arbiter_that_hangs_is_told_of_until_it_answers() {
         let (found, answers) = crossbeam_channel::bounded(0);
+        let (heard, is_told) = crossbeam_channel::unbounded();
         let words = || Unreachable("its directory is not there".to_owned());
         let mut told = Vec::new();
         thread::scope(|scope| {
             scope.spawn(move || {
-                // Whatever is told before it answers is its silence.
-                thread::sleep(Duration::from_millis(200));
+                is_told.recv().unwrap();
                 found.send(Err(words())).unwrap();
             });
-            listen(&answers, Duration::from_millis(50), |found| {
+            listen(&answers, Duration::from_millis(20), |found| {
                 told.push(found.unwrap_err());
+                // It hangs until that is told.
+                let _ = heard.send(());
                 true
             });
         });

@@ -204,7 +204,7 @@ mod tests {
     fn an_image_has_the_bytes_of_its_device() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("db.img");
-        fs::write(&file, [7; 3 << 20]).unwrap();
+        fs::write(&file, vec![7; 3 << 20]).unwrap();
         assert_eq!(image_bytes(&file).unwrap(), 3 << 20);
         let device = crate::loop_device::LoopDevice::on(&file);
         assert_eq!(image_bytes(device.path()).unwrap(), 3 << 20);

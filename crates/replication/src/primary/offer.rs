@@ -147,18 +147,24 @@ fn start_files(machine: &Machine) -> anyhow::Result<Vec<(FileOffer, PathBuf)>> {
         (FileRole::Kernel, &definition.kernel),
         (FileRole::Initrd, &definition.initrd),
     ];
-    let boot = boot.into_iter().filter_map(|(role, path)| Some((role, path.clone()?, u64::MAX)));
-    let disks = definition.disks.iter().enumerate();
-    let heads = disks.filter(|(_, disk)| disk.format == DiskFormat::Qcow2).map(|(i, disk)| {
-        (FileRole::DiskHead(DiskIndex(i as u16)), disk.path.clone(), DISK_HEAD_BYTES)
+    let boot = boot.into_iter().filter_map(|(role, path)| Some((role, path.clone()?)));
+    let boot = boot.map(|(role, path)| -> anyhow::Result<_> {
+        let metadata = std::fs::metadata(&path).with_context(|| cannot_read(&path))?;
+        Ok((FileOffer { role, bytes: metadata.len() }, path))
     });
-    // A disk may lie on a block device, whose metadata do not tell its bytes.
-    let describe = |(role, path, most): (FileRole, PathBuf, u64)| {
-        let bytes = image_bytes(&path)
-            .with_context(|| format!("cannot read {}, which the VM needs", path.display()))?;
-        Ok((FileOffer { role, bytes: bytes.min(most) }, path))
-    };
-    boot.chain(heads).map(describe).collect()
+    let disks = definition.disks.iter().enumerate();
+    let disks = disks.filter(|(_, disk)| disk.format == DiskFormat::Qcow2);
+    let heads = disks.map(|(i, disk)| -> anyhow::Result<_> {
+        // It may lie on a block device, whose metadata do not tell its bytes.
+        let bytes = image_bytes(&disk.path).with_context(|| cannot_read(&disk.path))?;
+        let role = FileRole::DiskHead(DiskIndex(i as u16));
+        Ok((FileOffer { role, bytes: bytes.min(DISK_HEAD_BYTES) }, disk.path.clone()))
+    });
+    boot.chain(heads).collect()
+}
+
+fn cannot_read(path: &Path) -> String {
+    format!("cannot read {}, which the VM needs", path.display())
 }
 
 fn send_file(link: &Link, path: &Path, bytes: u64) -> anyhow::Result<()> {
