@@ -73,7 +73,6 @@ impl Told {
 pub struct Members {
     others: Common<BTreeMap<HostName, Member>>,
     lease: Common<Option<Lease>>,
-    told: Common<Option<Told>>,
 }
 
 impl Members {
@@ -90,27 +89,33 @@ impl Members {
         }
     }
 
-    /// Says that this host lives, and reads who else does.
-    fn renew(&self, etcd: &Etcd, name: &HostName, own: &Member) -> anyhow::Result<()> {
+    /// Says that this host lives, and reads who else does. `told` is what etcd has of it.
+    fn renew(
+        &self,
+        etcd: &Etcd,
+        name: &HostName,
+        own: &Member,
+        told: &mut Option<Told>,
+    ) -> anyhow::Result<()> {
         let mut lease = self.lease.lock();
         let held = match *lease {
             Some(held) if etcd.keep_alive(held)? => held,
             _ => {
                 // What was put under the last one has vanished with it.
-                *self.told.lock() = None;
+                *told = None;
                 etcd.lease(LEASE_SECONDS)?
             }
         };
         *lease = Some(held);
         drop(lease);
         let now = Instant::now();
-        if !self.told.lock().as_ref().is_some_and(|told| told.stays(own, now)) {
+        if !told.as_ref().is_some_and(|told| told.stays(own, now)) {
             etcd.put(&format!("{FOLDER}{name}"), own, held)?;
-            *self.told.lock() = Some(Told { report: own.clone(), at: now });
+            *told = Some(Told { report: own.clone(), at: now });
         }
         if !self.look(etcd, name)? {
             // Somebody has removed it.
-            *self.told.lock() = None;
+            *told = None;
         }
         Ok(())
     }
@@ -194,12 +199,12 @@ pub fn look_on(host: &Arc<Host>) {
 }
 
 fn run(host: &Weak<Host>, etcd: &Etcd) {
-    let mut well = true;
+    let (mut well, mut told) = (true, None);
     while let Some(host) = host.upgrade() {
         if host.is_powering_off() {
             return;
         }
-        let renewed = host.members.renew(etcd, &host.config.name, &describe(&host));
+        let renewed = host.members.renew(etcd, &host.config.name, &describe(&host), &mut told);
         match &renewed {
             Err(error) if well => warn!("not seen as a member: {error:#}"),
             Ok(()) if !well => info!("seen as a member again"),
