@@ -110,8 +110,6 @@ struct Capturer<'a> {
     /// Allowances of frames that go along with their epoch.
     allowances: Vec<Allowance>,
     last_pages: u64,
-    /// Time of the last scan that protected what it found.
-    scanned: Time,
     /// Closing of the epoch that is being closed, if a snapshot is made of it.
     closing: Option<Closing>,
     /// Bytes that the guest had sent and was given when the last epoch was closed.
@@ -138,7 +136,6 @@ impl<'a> Capturer<'a> {
             device_state: Vec::new(),
             allowances: super::outbound::allowances(machine),
             last_pages: 0,
-            scanned: clock::now(),
             closing: None,
             carried_bytes: session.carried(),
             urgency: urgency(session, machine),
@@ -327,8 +324,6 @@ impl<'a> Capturer<'a> {
         }
         let mut sent = Vec::new();
         for _ in 0..PRECOPY_ROUNDS {
-            let began = clock::now();
-            let written_for = began - std::mem::replace(&mut self.scanned, began);
             self.tracker.scan(&mut self.dirty)?;
             let found = self.dirty.pages();
             if !self.session.pace.may_precopy(found, &sent) {
@@ -338,7 +333,8 @@ impl<'a> Capturer<'a> {
             }
             sent.push(found);
             self.send_dirty(epoch)?;
-            if !pays_another_round(found, written_for, clock::now() - began) {
+            // So few are written in the time of a round that another gains nothing.
+            if found < PRECOPY_PAGES {
                 break;
             }
         }
@@ -375,7 +371,6 @@ impl<'a> Capturer<'a> {
         if saved_first {
             pause.saved(&mut self.device_state)?;
         }
-        self.scanned = clock::now();
         self.tracker.scan(&mut self.dirty)?;
         self.dirty.unite(&self.carried);
         timing.scan_ms = watch.lap();
@@ -492,13 +487,6 @@ impl<'a> Capturer<'a> {
     }
 }
 
-/// Whether another round of pre-copy pays after one that took `round` and found so many pages, written in
-/// `written_for`: one that finds few costs a scan more than it spares the pause.
-fn pays_another_round(found: u64, written_for: Duration, round: Duration) -> bool {
-    let again = found as f64 * round.as_secs_f64() / written_for.as_secs_f64().max(1e-9);
-    again >= PRECOPY_PAGES as f64
-}
-
 fn urgency(session: &Session, machine: &Machine) -> Option<Urgency> {
     let disks = machine.disks();
     let threads = disks.iter().filter_map(|disk| disk.server_thread());
@@ -530,26 +518,5 @@ impl Stopwatch {
     fn lap(&mut self) -> f64 {
         let before = std::mem::replace(&mut self.now, clock::now());
         milliseconds(self.now - before)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn another_round_pays_only_if_much_was_written_during_the_last() {
-        let pays = |found, written_for, round| {
-            let micros = Duration::from_micros;
-            pays_another_round(found, micros(written_for), micros(round))
-        };
-        assert!(!pays(450, 9_000, 600), "a database's epoch");
-        assert!(!pays(0, 9_000, 600));
-        assert!(!pays(0, 0, 0));
-        assert!(pays(50_000, 200_000, 60_000), "much of it is written again meanwhile");
-        assert!(!pays(2_000, 200_000, 4_000));
-        // The second of these rounds found what was written during the first.
-        assert!(pays(15_000, 60_000, 20_000));
-        assert!(!pays(300, 20_000, 500));
     }
 }
