@@ -29,18 +29,6 @@ const KEPT: usize = 15;
 /// is faster than it is.
 const ONE_OF: usize = 5;
 
-/// Disk writes may wait for the end of their epoch if the link carries them in this time, by which the
-/// epoch then takes longer …
-const GATHERED: Duration = Duration::from_micros(200);
-
-/// … and up to so many of them, for which the sender would be woken again and again.
-const MOST_GATHERED: f64 = (64 << 10) as f64;
-
-/// Bytes of disk writes that wait for one another where a byte takes so long.
-pub fn gathered(seconds_per_byte: f64) -> u64 {
-    (GATHERED.as_secs_f64() / seconds_per_byte).min(MOST_GATHERED) as u64
-}
-
 /// A burst, which is being sent without interruption.
 #[derive(Clone, Debug)]
 pub struct Burst {
@@ -210,12 +198,6 @@ mod tests {
         link.came_late(Duration::ZERO);
         link.acknowledged(Epoch(2), at(700));
         assert_speed(&link, MEGABYTE_PER_SECOND);
-    }
-
-    #[test]
-    fn disk_writes_are_gathered_where_the_link_is_fast() {
-        // 10 Gbit/s, 1 Gbit/s, 100 Mbit/s; too fast to be measured.
-        assert_eq!([0.8e-9, 8e-9, 80e-9, 0.0].map(gathered), [65_536, 25_000, 2_500, 65_536]);
     }
 
     #[test]
