@@ -5,9 +5,6 @@
 //! acknowledgement tells when all of it had arrived: writing to a socket says little, since
 //! the system takes a small epoch whole, whatever the link. The time that a burst of
 //! almost nothing takes is the way there and back, and no byte's fault.
-//!
-//! What the threads here did or waited for a processor for is no fault of the link's either, and on a
-//! busy host it is most of the time: methods that pay on slow links alone would make it busier.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -34,63 +31,47 @@ const ONE_OF: usize = 5;
 pub struct Burst {
     began: Time,
     bytes: u64,
-    /// Time that the sending thread had been [occupied](super::occupied) until it began.
-    occupied: Duration,
+    encoding: Duration,
 }
 
 impl Burst {
-    /// The queue was empty until `now`; the sending thread has been occupied for so long in its life.
-    pub fn begin(now: Time, occupied: Duration) -> Burst {
-        Burst { began: now, bytes: 0, occupied }
+    /// The queue was empty until `now`.
+    pub fn begin(now: Time) -> Burst {
+        Burst { began: now, bytes: 0, encoding: Duration::ZERO }
     }
 
     /// `bytes` were sent.
     pub fn add(&mut self, bytes: u64) {
         self.bytes += bytes;
     }
-}
 
-/// A burst, or as much of it as an epoch's end followed, on its way.
-#[derive(Debug)]
-struct Flight {
-    epoch: Epoch,
-    began: Time,
-    bytes: u64,
-    /// Time of it that was the sending thread's.
-    occupied: Duration,
+    /// Notes how long the link waited for the encoder.
+    pub fn encoded(&mut self, took: Duration) {
+        self.encoding += took;
+    }
 }
 
 /// The speed that was learned of the link of one session.
 #[derive(Debug, Default)]
 pub struct LinkSpeed {
-    in_flight: VecDeque<Flight>,
-    /// Time that the last acknowledgement waited here for a processor.
-    late: Duration,
+    in_flight: VecDeque<(Epoch, Burst)>,
     bulk: (u64, Duration),
     delays: VecDeque<f64>,
     seconds_per_byte: VecDeque<f64>,
 }
 
 impl LinkSpeed {
-    /// All of `epoch` was sent; the sending thread has been occupied for so long in its life.
-    pub fn ended(&mut self, epoch: Epoch, burst: &Burst, occupied: Duration) {
-        let &Burst { began, bytes, occupied: before } = burst;
-        let occupied = occupied.saturating_sub(before);
-        self.in_flight.push_back(Flight { epoch, began, bytes, occupied });
-    }
-
-    /// The message that comes next to be heeded waited here for a processor for so long.
-    pub fn came_late(&mut self, late: Duration) {
-        self.late = late;
+    /// All of `epoch` was sent.
+    pub fn ended(&mut self, epoch: Epoch, burst: &Burst) {
+        self.in_flight.push_back((epoch, burst.clone()));
     }
 
     /// The backup's acknowledgement of `epoch` came at `now`.
     pub fn acknowledged(&mut self, epoch: Epoch, now: Time) {
-        while self.in_flight.front().is_some_and(|first| first.epoch <= epoch) {
-            let Some(flight) = self.in_flight.pop_front() else { return };
-            if flight.epoch == epoch {
-                let no_links = flight.occupied + self.late;
-                self.arrived(flight.bytes, (now - flight.began).saturating_sub(no_links));
+        while self.in_flight.front().is_some_and(|(first, _)| *first <= epoch) {
+            let Some((of, burst)) = self.in_flight.pop_front() else { return };
+            if of == epoch {
+                self.arrived(&burst, (now - burst.began).saturating_sub(burst.encoding));
             }
         }
     }
@@ -113,13 +94,13 @@ impl LinkSpeed {
         sorted.get(sorted.len().saturating_sub(1) / ONE_OF).copied()
     }
 
-    fn arrived(&mut self, bytes: u64, took: Duration) {
+    fn arrived(&mut self, burst: &Burst, took: Duration) {
         let took = took.as_secs_f64();
-        if bytes <= SMALL_BYTES {
+        if burst.bytes <= SMALL_BYTES {
             keep(&mut self.delays, took);
-        } else if bytes >= LEAST_BYTES {
+        } else if burst.bytes >= LEAST_BYTES {
             let delay = self.delays.iter().copied().reduce(f64::min).unwrap_or(0.0);
-            keep(&mut self.seconds_per_byte, (took - delay).max(0.0) / bytes as f64);
+            keep(&mut self.seconds_per_byte, (took - delay).max(0.0) / burst.bytes as f64);
         }
     }
 }
@@ -143,9 +124,9 @@ mod tests {
 
     /// Sends a burst at once, which arrives `took` later.
     fn burst(link: &mut LinkSpeed, epoch: u64, bytes: u64, took: u64) {
-        let mut burst = Burst::begin(at(epoch * 1000), Duration::ZERO);
+        let mut burst = Burst::begin(at(epoch * 1000));
         burst.add(bytes);
-        link.ended(Epoch(epoch), &burst, Duration::ZERO);
+        link.ended(Epoch(epoch), &burst);
         link.acknowledged(Epoch(epoch), at(epoch * 1000 + took));
     }
 
@@ -183,20 +164,13 @@ mod tests {
     }
 
     #[test]
-    fn what_threads_here_do_or_wait_for_is_not_the_links() {
+    fn the_encoders_time_is_not_the_links() {
         let mut link = LinkSpeed::default();
-        let milliseconds = Duration::from_millis;
-        let mut burst = Burst::begin(at(0), milliseconds(7_000));
+        let mut burst = Burst::begin(at(0));
         burst.add(100_000);
-        link.ended(Epoch(1), &burst, milliseconds(7_300));
-        link.came_late(milliseconds(100));
+        burst.encoded(Duration::from_millis(400));
+        link.ended(Epoch(1), &burst);
         link.acknowledged(Epoch(1), at(500));
-        assert_speed(&link, MEGABYTE_PER_SECOND);
-        // The burst goes on: its second epoch has waited as long for the first one's thread.
-        burst.add(200_000);
-        link.ended(Epoch(2), &burst, milliseconds(7_400));
-        link.came_late(Duration::ZERO);
-        link.acknowledged(Epoch(2), at(700));
         assert_speed(&link, MEGABYTE_PER_SECOND);
     }
 

@@ -21,7 +21,6 @@ mod link_speed;
 mod medium;
 mod mirror;
 mod mode;
-mod occupied;
 mod offer;
 mod outbound;
 mod pace;
