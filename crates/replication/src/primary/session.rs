@@ -211,7 +211,7 @@ impl Session {
     pub(super) fn event_locked(&self, core: &mut Lead, event: Event) -> Vec<Effect> {
         let mut effects = Vec::new();
         let (decided, before) = (clock::now(), core.stage());
-        core.handle(clock::now(), event, &mut effects);
+        core.handle(decided, event, &mut effects);
         let blocked = core.in_flight() >= self.policy.pipeline();
         self.group.each(|member| member.epoch_room.set_blocked(blocked));
         for effect in &effects {

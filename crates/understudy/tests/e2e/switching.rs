@@ -1,7 +1,7 @@
 //! A VM that is protected with checkpoints turns to lockstep, and back, and stays protected.
 
 use crate::deaths::{await_rounds, unharmed};
-use crate::lockstep::{FLOOD, console_of, in_lockstep};
+use crate::lockstep::{Datagrams, FLOOD, console_of, in_lockstep};
 use crate::sick_disks::{Failing, await_no_disk_error, await_stop};
 use crate::stage::{
     Calm, LIMIT, LOAD_PACE, await_degraded, await_service, daemon_passing, has_backup, options,
@@ -114,7 +114,7 @@ fn a_guest_turns_back_to_checkpoints_and_is_taken_over() {
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_log_that_is_full_as_it_ends_holds_nobody_up() {
-    a_log_ends_under(FLOOD, "log-fills=return");
+    a_log_ends_under(|scene| scene.shell()?.start(FLOOD), "log-fills=return");
 }
 
 /// What came beyond 4 MiB while the guest was being stopped was once left out: it was executed nowhere but on the
@@ -122,15 +122,15 @@ fn a_log_that_is_full_as_it_ends_holds_nobody_up() {
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_log_that_is_long_as_it_ends_goes_over_whole() {
-    let writes = "yes > /dev/console & while :; do dd if=/dev/urandom of=/data/noise bs=64k count=8; sync; done";
-    a_log_ends_under(writes, "log-fills=return(5)");
+    a_log_ends_under(Datagrams::start, "log-fills=return(5)");
 }
 
-fn a_log_ends_under(load: &str, points: &str) {
+fn a_log_ends_under<L>(begin: impl FnOnce(&Scene) -> Result<L>, points: &str) {
     play_protected(armed("a", points), |scene, client| {
         turn(scene, "lockstep")?;
-        scene.shell()?.start(load)?;
+        let load = begin(scene)?;
         turn(scene, "checkpoint")?;
+        drop(load);
         await_service(&client)?;
         await_followed(scene, "checkpoint")?;
         scene.host_mut("a")?.kill_everything()?;
