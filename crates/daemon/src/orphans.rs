@@ -376,9 +376,6 @@ impl Host {
 
     /// The status of a VM of which nobody else tells, since it stands still and may for long; none if it is not one.
     pub fn status_of_untold(&self, vm: &VmName) -> Option<VmStatus> {
-        if !self.orphans.untold().contains(vm) {
-            return None;
-        }
         let reason = format!("the guest {}", self.orphans.why(vm)?);
         let protection = Protection::Degraded { reason };
         Some(VmStatus { protection, ..VmStatus::new(vm, Role::Primary) })

@@ -55,14 +55,19 @@ impl Host {
             ensure!(is_same, "QEMU was upgraded meanwhile: restart the daemon");
             Ok(Some(next))
         };
-        session.turn(wanted, next).map_err(|error| self.not_turned(vm, session, &error))?;
+        let turned = session.turn(wanted, next);
+        let turned = turned.map_err(|error| self.not_turned(vm, session, &error));
+        // One that was captured, and whose commit took longer than anybody waits, is carried out all the same.
+        if session.mode() != wish.mode {
+            return turned;
+        }
         self.want(vm, Some(Wish::alone(wish)));
         vm.repairer.trust_lockstep();
         vm.events.note(format!("protection goes on {}", described(request.mode)));
         if request.mode == Mode::Checkpoint {
             self.note_end_of_lockstep(vm);
         }
-        Ok(())
+        turned
     }
 
     /// Checks a turn; returns what is asked for from then on, if nothing speaks against it.

@@ -224,7 +224,8 @@ impl Backup {
     fn staged(&mut self, now: Time, epoch: Epoch, actions: &mut Vec<BackupAction>) {
         self.detector.heard(now);
         let follows = matches!(self.phase, BackupPhase::Syncing | BackupPhase::Standing);
-        if !follows && !planted!(StageOnceLive) {
+        // What a doomed copy acknowledged would leave on the word of a host that takes nothing over.
+        if self.doomed || (!follows && !planted!(StageOnceLive)) {
             return;
         }
         if epoch != self.committed.next() {
@@ -393,7 +394,7 @@ impl Backup {
     /// whoever the arbiter has given the VM: this host, which need not have heard of it.
     fn awaited(&mut self, now: Time, actions: &mut Vec<BackupAction>) {
         let contests = matches!(self.phase, BackupPhase::Contesting(_));
-        if contests && self.unfit && !planted!(KeepUnheardGrant) {
+        if contests && (self.unfit || self.doomed) && !planted!(KeepUnheardGrant) {
             self.generation = self.generation.next();
             let reason = "it was granted, unheard, and could not be started then".to_owned();
             return self.hand_back(reason, actions);

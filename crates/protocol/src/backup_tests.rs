@@ -61,7 +61,15 @@ fn a_copy_that_has_proved_to_be_another_wins_nothing_and_is_not_started() {
     backup.handle(at(1_001), BackupEvent::Fitness(None), &mut actions);
     backup.handle(at(2_000), BackupEvent::Tick, &mut actions);
     assert_eq!(actions, [BackupAction::ClosePeer], "the primary may ask");
-    backup.handle(at(2_001), cannot(), &mut actions);
+    backup.handle(at(2_001), BackupEvent::Awaited, &mut actions);
+    assert_eq!(actions[1..], [BackupAction::HandBack(Generation(2))], "granted, unheard");
+
+    // What leaves on its word is to be with it.
+    let (mut backup, mut actions) = (standing(), Vec::new());
+    backup.handle(at(2), BackupEvent::Doomed, &mut actions);
+    backup.handle(at(3), BackupEvent::Staged(Epoch(2)), &mut actions);
+    assert_eq!(actions, []);
+    backup.handle(at(4), cannot(), &mut actions);
     assert_eq!(*backup.phase(), BackupPhase::Discarded);
 
     let (mut backup, mut actions) = (standing(), Vec::new());

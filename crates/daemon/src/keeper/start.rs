@@ -205,11 +205,12 @@ impl Host {
         }
     }
 
-    /// Files of a VM, as its definition has them, and as this host has them on record.
+    /// Files of a VM that are devices, as its definition has them, and as this host has them on record. Not to be called
+    /// under the lock `adding`.
     pub(crate) fn files_of(&self, definition: &VmDefinition) -> Files {
         let record = self.record(&definition.name).ok().flatten();
         let known = [definition].into_iter().chain(record.as_ref().map(|it| &it.definition));
-        Files::of(known)
+        Files::of(known).that_are_devices(&self.config.run_as)
     }
 
     /// Lets a keeper see what a VM has that is to come into it.

@@ -8,7 +8,6 @@
 mod attributes;
 mod devices;
 
-use self::attributes::only_follow;
 use self::devices::Device;
 use super::note;
 use crate::config::HostConfig;
@@ -59,6 +58,13 @@ impl Files {
         files
     }
 
+    /// Those that are devices. Storage that hangs holds this up, and nothing that comes after it.
+    pub(super) fn that_are_devices(mut self, user: &RunAs) -> Files {
+        self.disks.retain(|path| devices::is_disk(path));
+        self.read.retain(|path| devices::is_read(path, user));
+        self
+    }
+
     fn devices(&self, user: &RunAs) -> impl Iterator<Item = &PathBuf> {
         let disks = self.disks.iter().filter(|path| devices::is_disk(path));
         disks.chain(self.read.iter().filter(|path| devices::is_read(path, user)))
@@ -92,8 +98,14 @@ pub fn probe() -> Result<(), String> {
 
 /// Only if nothing that is mounted here is mounted for the host, too.
 fn begin() -> Result<(), String> {
-    let begun = unshare(CloneFlags::CLONE_NEWNS).and_then(|()| only_follow());
-    begun.map_err(|error| format!("it cannot have a mount namespace of its own: {error}"))
+    let begun = || -> anyhow::Result<()> {
+        unshare(CloneFlags::CLONE_NEWNS)?;
+        // By the old call, which a host may refuse, as a container does, where it lets the new ones through.
+        let flags = MsFlags::MS_SLAVE | MsFlags::MS_REC;
+        mount(None::<&str>, "/", None::<&str>, flags, None::<&str>)?;
+        devices::try_to_hold()
+    };
+    begun().map_err(|error| format!("it cannot have a mount namespace of its own: {error:#}"))
 }
 
 fn narrow(config: &HostConfig, vm: &VmName, files: &Files) -> anyhow::Result<()> {

@@ -78,13 +78,25 @@ fn evacuate(client: &Client, quiet: bool) -> Result<Vec<VmName>, Failure> {
     let here = status.vms.iter().filter(|vm| vm.role == Role::Primary && may_be_handed_over(vm));
     let others = here.filter(|vm| vm.keeper_pid.is_some() || vm.lapse.is_some());
     let others = others.filter(|vm| !planned.contains(&vm.name));
-    let others = others.map(|vm| (&vm.name, vm.group.as_ref()));
+    let mut others: Vec<&VmStatus> = others.collect();
+    others.sort_by_key(|vm| vm.lapse.is_some());
+    let lapsed: BTreeSet<&VmName> =
+        others.iter().filter(|vm| vm.lapse.is_some()).map(|vm| &vm.name).collect();
+    let others = others.iter().map(|vm| (&vm.name, vm.group.as_ref()));
     let mut groups: BTreeSet<&GroupName> = BTreeSet::new();
     let mut handed_over = Vec::new();
     for (vm, group) in of_daemon.chain(others) {
         let goes_along = group.is_some_and(|group| !groups.insert(group));
         if !goes_along {
-            lapse::hand_over(client, vm, quiet)?;
+            match lapse::hand_over(client, vm, quiet) {
+                Ok(()) => {}
+                // The plan names it, which is made anew behind this.
+                Err(failure) if lapsed.contains(vm) => {
+                    eprintln!("{vm} is not handed over: {}", failure.message);
+                    continue;
+                }
+                Err(failure) => return Err(failure),
+            }
             if !quiet {
                 println!("{} is handed over", whom(vm, group));
             }

@@ -5,7 +5,6 @@
 
 use nix::errno::Errno;
 use nix::libc;
-use nix::mount::MsFlags;
 
 /// The kernel's `struct mount_attr`.
 #[repr(C)]
@@ -19,11 +18,6 @@ struct Attributes {
 
 /// `MOUNT_ATTR_NODEV`.
 const NO_DEVICES: u64 = 4;
-
-/// From now on mounts of the host come here, and none of here go there.
-pub(super) fn only_follow() -> nix::Result<()> {
-    change_all(Attributes { propagation: MsFlags::MS_SLAVE.bits(), ..Attributes::default() })
-}
 
 /// From now on no device can be opened that lies on what is mounted now.
 pub(super) fn have_no_devices() -> nix::Result<()> {

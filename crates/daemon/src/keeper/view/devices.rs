@@ -55,6 +55,11 @@ pub(super) fn leave_only<'a>(own: impl Iterator<Item = &'a PathBuf>) -> anyhow::
     left.iter().try_for_each(Device::open)
 }
 
+/// Whether the host lets a namespace hold a device, and open it.
+pub(super) fn try_to_hold() -> anyhow::Result<()> {
+    Device::hold(Path::new("/dev/null"))?.map_or(Ok(()), |device| device.open())
+}
+
 /// A device that a keeper is to open.
 pub(super) struct Device {
     /// Path without links.
