@@ -2,7 +2,7 @@
 
 use crate::keepers::with_keepers;
 use crate::refusals::{quick, says, unharmed};
-use crate::stage::{Calm, daemon, play, refusal, restart_daemon};
+use crate::stage::{Calm, await_forgotten, daemon, play, refusal, restart_daemon};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -91,7 +91,9 @@ fn a_turn_into_another_build_of_qemu_than_the_backups_is_refused() {
         says(&words, &["b refuses", "another build than the primary's"])?;
         let status = scene.await_protected("a", |_| ())?;
         ensure!(status["qemu_pid"] == before["qemu_pid"], "it was moved: {status}");
-        Ok(())
+        // Keepers outlive their daemons.
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "b")
     });
 }
 
