@@ -164,11 +164,7 @@ impl FileArbiter {
             let folder = key.below(&self.directory);
             let record = Record { host: Some(self.host.clone()) };
             let (draft, _) = Draft::write(folder.join(self.own_name()?), &record)?;
-            let name = folder.join(self.own_name()?);
-            let linked = draft.link_to(&name);
-            // All is removed, whatever was made; the first error is the one that counts.
-            let unlinked = fs::remove_file(&name);
-            linked.and(unlinked).and(draft.remove()).map(|()| Some(owner))
+            draft.try_name(&folder.join(self.own_name()?)).map(|()| Some(owner))
         };
         rehearsed().map_err(|error| self.explain(&error))
     }
@@ -282,6 +278,13 @@ impl Draft {
         Ok(())
     }
 
+    /// Gives it a second name for a moment. Neither is left, whatever was made; the first error is the one that counts.
+    fn try_name(self, name: &Path) -> io::Result<()> {
+        let linked = self.link_to(name);
+        let unlinked = fs::remove_file(name);
+        linked.and(unlinked).and(self.remove())
+    }
+
     fn remove(mut self) -> io::Result<()> {
         self.0.take().map_or(Ok(()), fs::remove_file)
     }
@@ -297,15 +300,9 @@ impl Drop for Draft {
 
 /// Does in a directory what the arbiter does: writes a file and links it to a new name. Leaves nothing.
 pub fn try_directory(directory: &Path) -> io::Result<()> {
-    let written = directory.join(format!(".try-{}", std::process::id()));
-    let linked = written.with_extension("link");
-    let result = fs::File::create_new(&written)
-        .and_then(|file| file.sync_all())
-        .and_then(|()| fs::hard_link(&written, &linked));
-    // All is removed, whatever was made; the first error is the one that counts.
-    let unlinked = fs::remove_file(&linked);
-    let removed = fs::remove_file(&written);
-    result.and(unlinked).and(removed)
+    let name =
+        || -> io::Result<PathBuf> { Ok(directory.join(format!(".try.{}", ArbiterId::fresh()?))) };
+    Draft::synced(name()?, &())?.try_name(&name()?)
 }
 
 #[cfg(test)]

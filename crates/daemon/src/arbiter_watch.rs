@@ -9,6 +9,7 @@ use std::time::Duration;
 use tracing::warn;
 use understudy_arbiter::{Arbiter, ArbiterName, Unreachable};
 use understudy_report::events::EventKind;
+use understudy_threads::spawn;
 
 const INTERVAL: Duration = Duration::from_secs(5);
 /// Time for it to answer: longer than etcd's endpoints may take, each of which has a bound of its own.
@@ -21,12 +22,9 @@ pub(crate) fn start(host: &Arc<Host>) {
     let Some(arbiter) = host.arbiter.clone() else { return };
     let (found, answers) = crossbeam_channel::bounded(0);
     let weak = Arc::downgrade(host);
-    let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| {
-        thread::Builder::new().name(name.to_owned()).spawn(run)
-    };
-    let started = spawn("ask-arbiter", Box::new(move || ask(&arbiter, &found))).and_then(|_| {
+    let started = spawn("ask-arbiter", move || ask(&arbiter, &found)).and_then(|_| {
         let tell = move |found| host_hears(&weak, found);
-        spawn("arbiter", Box::new(move || listen(&answers, INTERVAL + PATIENCE, tell)))
+        spawn("arbiter", move || listen(&answers, INTERVAL + PATIENCE, tell))
     });
     if let Err(error) = started {
         warn!("nobody looks after the arbiter: {error}");

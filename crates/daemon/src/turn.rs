@@ -56,18 +56,26 @@ impl Host {
             Ok(Some(next))
         };
         let turned = session.turn(wanted, next);
-        let turned = turned.map_err(|error| self.not_turned(vm, session, &error));
         // One that was captured, and whose commit took longer than anybody waits, is carried out all the same.
-        if session.mode() != wish.mode {
-            return turned;
-        }
+        let is_late = session.mode() == wish.mode && session.phase() == PrimaryPhase::Protected;
+        let turned = match turned {
+            Err(error) if !is_late => return Err(self.not_turned(vm, session, &error)),
+            turned => turned,
+        };
         self.want(vm, Some(Wish::alone(wish)));
         vm.repairer.trust_lockstep();
         vm.events.note(format!("protection goes on {}", described(request.mode)));
         if request.mode == Mode::Checkpoint {
             self.note_end_of_lockstep(vm);
         }
-        turned
+        turned.map_err(|_| {
+            let name = vm.name();
+            let message = format!(
+                "{name} has changed its mode, and its backup has not confirmed that in time: \
+                 `understudy status {name}` says how it goes on"
+            );
+            HostError::new(ErrorKind::Internal, message)
+        })
     }
 
     /// Checks a turn; returns what is asked for from then on, if nothing speaks against it.

@@ -149,7 +149,7 @@ fn a_mirror_that_cannot_be_synced_is_not_whole() {
     let mirror = FreshMirror::create(directory.path(), DiskIndex(0), MIB).unwrap();
     let failed = mirror.disk().image().file().sync_with(|_| Err(Errno::EIO.into()));
     assert!(is_eio(failed));
-    assert!(mirror.complete().is_err());
+    assert!(Synced::of(vec![Mirror::Fresh(mirror)], || ()).is_err());
     assert!(!mirror_path(directory.path(), DiskIndex(0)).exists(), "it has not got its name");
 }
 

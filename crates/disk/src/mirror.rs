@@ -21,7 +21,7 @@ pub fn mirror_path(dir: &Path, index: DiskIndex) -> PathBuf {
 
 /// A mirror that is being filled for the first time.
 ///
-/// Its file bears another name (`disk0.img.partial`) until [`FreshMirror::complete`], so
+/// Its file bears another name (`disk0.img.partial`) until [`Synced::take_names`], so
 /// that no crash leaves a half-filled image that looks like a whole one, and the former
 /// mirror stays until there is a better one. Dropped before, it removes its file.
 #[derive(Debug)]
@@ -50,21 +50,13 @@ impl FreshMirror {
         &self.disk
     }
 
-    /// Declares the mirror whole: syncs it (which may take seconds) and gives it its name,
-    /// in place of a former mirror. The disk stays open; its path changes.
-    pub fn complete(self) -> Result<Arc<Disk>, DiskError> {
-        sync(&self.disk)?;
-        self.take_name()
-    }
-
-    fn take_name(mut self) -> Result<Arc<Disk>, DiskError> {
+    /// Gives it its name, in place of a former mirror. The disk stays open; its path changes.
+    fn take_name(mut self) -> Result<(), DiskError> {
         self.disk.move_to(&self.target).map_err(DiskError::io("rename", self.disk.path()))?;
         self.completed = true;
         let dir = self.target.parent().expect("the name was joined to a directory");
-        File::open(dir)
-            .and_then(|dir| dir.sync_all())
-            .map_err(DiskError::io("sync the directory", dir))?;
-        Ok(self.disk.clone())
+        let synced = File::open(dir).and_then(|dir| dir.sync_all());
+        synced.map_err(DiskError::io("sync the directory", dir))
     }
 }
 
@@ -296,7 +288,8 @@ mod tests {
 
         let fresh = FreshMirror::create(dir.path(), DiskIndex(0), 1 << 20).unwrap();
         fresh.disk().write(4096, b"whole").unwrap();
-        let disk = fresh.complete().unwrap();
+        let disk = fresh.disk().clone();
+        Synced::of(vec![Mirror::Fresh(fresh)], || ()).unwrap().take_names().unwrap();
         assert_eq!(disk.path(), target);
         let bytes = fs::read(&target).unwrap();
         assert_eq!(bytes.len(), 1 << 20);

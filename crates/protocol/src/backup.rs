@@ -159,6 +159,11 @@ impl Backup {
         self.generation
     }
 
+    /// Whether it could not be started if it won: it takes part in no contest then.
+    fn cannot_start(&self) -> bool {
+        self.unfit || self.doomed
+    }
+
     /// Whether [`BackupEvent::Starts`] would let the guest run.
     pub fn may_start(&self) -> bool {
         (self.phase == BackupPhase::Live && !self.doomed) || planted!(StartWhatWasReturned)
@@ -260,7 +265,7 @@ impl Backup {
                     return actions.push(BackupAction::ClosePeer);
                 }
                 // It would win what it cannot start. The primary may go on.
-                if self.unfit || self.doomed {
+                if self.cannot_start() {
                     self.retry_at = Some(now + ARBITER_RETRY);
                     return actions.push(BackupAction::ClosePeer);
                 }
@@ -295,7 +300,7 @@ impl Backup {
     fn tick(&mut self, now: Time, actions: &mut Vec<BackupAction>) {
         match self.phase {
             BackupPhase::Live | BackupPhase::Discarded => {}
-            BackupPhase::Contesting(_) if self.unfit || self.doomed => {}
+            BackupPhase::Contesting(_) if self.cannot_start() => {}
             BackupPhase::Contesting(_) | BackupPhase::HandingBack(_) => {
                 if self.retry_at.is_some_and(|at| now >= at) {
                     self.retry_at = None;
@@ -394,7 +399,7 @@ impl Backup {
     /// whoever the arbiter has given the VM: this host, which need not have heard of it.
     fn awaited(&mut self, now: Time, actions: &mut Vec<BackupAction>) {
         let contests = matches!(self.phase, BackupPhase::Contesting(_));
-        if contests && (self.unfit || self.doomed) && !planted!(KeepUnheardGrant) {
+        if contests && self.cannot_start() && !planted!(KeepUnheardGrant) {
             self.generation = self.generation.next();
             let reason = "it was granted, unheard, and could not be started then".to_owned();
             return self.hand_back(reason, actions);

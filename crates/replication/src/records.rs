@@ -48,8 +48,8 @@ pub struct Record {
     /// for a resynchronisation. None of the version before, which has it in `sessions` alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mirror_of: Option<String>,
-    /// Whether it is in lockstep, or was when it was lost: the mirror may have writes that this
-    /// host's guest began and this host did not carry out.
+    /// Whether it is in lockstep, was when it was lost, or was about to turn to it: the mirror may have
+    /// writes that this host's guest began and this host did not carry out.
     #[serde(default)]
     pub in_lockstep: bool,
     /// Whether it is to run: neither its operator nor its guest has ended it.

@@ -51,13 +51,7 @@ fn run(host: &Weak<Host>, name: &GroupName, cluster: &ClusterConfig) {
         }
         if let Err(error) = host.snapshot_cluster(name, &SnapshotRequest::default()) {
             // What is in the way, another snapshot, a VM that does not run yet or a store that is away, may pass.
-            let passes = matches!(
-                error.kind,
-                ErrorKind::Conflict
-                    | ErrorKind::NotFound
-                    | ErrorKind::Unreachable
-                    | ErrorKind::Internal
-            );
+            let passes = !matches!(error.kind, ErrorKind::Invalid | ErrorKind::Refused);
             let put_off = if passes { timetable.put_off(Instant::now()) } else { None };
             if let Some(times) = put_off {
                 info!("the snapshot of {name} that is due is tried again in a minute: {error}");

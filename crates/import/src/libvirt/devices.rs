@@ -6,10 +6,10 @@ use crate::xml::Element;
 use understudy_network::{FIRST_VLAN, LAST_VLAN, VlanSet, Vlans};
 use understudy_qemu::definition::{CardDefinition, CardModel, TpmModel, Vga};
 
-/// Directory where libvirt's swtpms keep their state.
 /// What is to be known of a card on libvirt's own network.
 const NAT: &str = ", which is libvirt's NAT, another network on each: a take-over cuts every connection through it. \
                    For protection put the card on a bridge of one Ethernet segment: --bridge default=br0";
+/// Directory where libvirt's swtpms keep their state.
 const TPM_STATES: &str = "/var/lib/libvirt/swtpm";
 
 pub(super) fn devices(draft: &mut Draft<'_>, devices: &Element) {

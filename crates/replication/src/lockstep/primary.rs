@@ -446,9 +446,7 @@ impl<'a> Batches<'a> {
     fn cut(&mut self) -> anyhow::Result<()> {
         let Some(epoch) = self.session.cut_batch(false) else { return Ok(()) };
         read_on(self.log, &mut self.batch, MOST_LOG_BYTES)?;
-        let log = std::mem::take(&mut self.batch);
-        self.send(epoch, &log)?;
-        self.batch = log;
+        self.send(epoch, &self.batch)?;
         self.batch.clear();
         Ok(())
     }

@@ -4,7 +4,7 @@
 use understudy_protocol::EpochRoom as Room;
 use understudy_threads::Waitable;
 
-/// The bytes above which a checkpoint is due. `room.rs` counts it.
+/// The bytes above which a checkpoint is due. `crates/daemon/src/room.rs` counts it.
 pub const EPOCH_DISK_BYTES: u64 = 64 << 20;
 
 /// The bytes that a message takes in memory beside its payload.

@@ -135,8 +135,8 @@ impl Turning {
 impl Session {
     /// Turns to the way that is wanted; the VM stays protected. `next` makes the machine in
     /// which the VM must go on for it, if it must. One caller at a time. Returns when the
-    /// backup keeps up in the other way; on an error it does so as before, unless protection
-    /// has ended.
+    /// backup keeps up in the other way. On an error it does so as before, unless protection has ended, or
+    /// the turn was captured, whose commit then took too long: that is carried out all the same.
     pub fn turn(
         &self,
         wanted: Wanted,

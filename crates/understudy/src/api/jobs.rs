@@ -3,6 +3,7 @@
 //! A job lives in the daemon's memory alone. What it does is what the same call does that waits; only who waits differs.
 
 use super::{Answer, ApiError, Control, invalid, room};
+use crate::commands::lapse::Lapse;
 use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
 use axum::http::StatusCode;
@@ -14,7 +15,7 @@ use serde_json::Value;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use understudy_daemon::containment;
 use understudy_protocol::VmName;
 use understudy_report::events::now_ms;
@@ -25,8 +26,6 @@ use understudy_report::{ProtectRequest, Protection};
 const KEPT: usize = 64;
 /// Time between two looks at a synchronisation.
 const LOOK: Duration = Duration::from_millis(200);
-/// Time for a backup that follows, and could not take over at the moment, to be one again.
-const LAPSE_PATIENCE: Duration = Duration::from_secs(15);
 
 /// The kind of a job: what it does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -226,10 +225,9 @@ pub(super) fn protect(
     job: &Running,
 ) -> Result<Outcome, HostError> {
     let mut status = host.protect(vm, request)?;
-    let mut lapsed: Option<Instant> = None;
+    let mut lapse = Lapse::new(true);
     loop {
-        let lapses = status.lapse.is_some()
-            && lapsed.get_or_insert_with(Instant::now).elapsed() < LAPSE_PATIENCE;
+        let lapses = lapse.is_worth_waiting(&status);
         let reason = match status.protection {
             Protection::Protected { .. } | Protection::Unheld { .. } => return outcome(&status),
             Protection::Syncing { done_bytes, total_bytes, remaining_seconds, .. } => {

@@ -47,8 +47,8 @@ pub fn run(
     config.agent = config.agent_path().ok();
     if let View::Whole(why) = view::enter(&config, vm, files)? {
         tracing::warn!(
-            "it sees the files of all VMs: {why}; the service must let it mount, as the packaged \
-             understudy.service does (RestrictNamespaces, SystemCallFilter, CapabilityBoundingSet)"
+            "it sees the files of all VMs, and opens all devices of this host: {why}; the service must let it \
+             mount, as the packaged understudy.service does (RestrictNamespaces, SystemCallFilter, CapabilityBoundingSet)"
         );
     }
     rights::give_up()?;

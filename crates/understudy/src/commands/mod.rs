@@ -7,7 +7,7 @@ mod events;
 mod host;
 mod import;
 mod keep;
-mod lapse;
+pub mod lapse;
 mod lockstep;
 mod pki;
 mod protect;

@@ -72,26 +72,24 @@ impl Report {
 /// Hands over what can be; with a VM go all others of its group.
 fn evacuate(client: &Client, quiet: bool) -> Result<Vec<VmName>, Failure> {
     let (plan, status) = (client.upgrade_plan()?, client.status()?);
-    let of_daemon = plan.handed_over().map(|step| (&step.vm, step.group.as_ref()));
+    let of_daemon = plan.handed_over().map(|step| (&step.vm, step.group.as_ref(), false));
     let planned: BTreeSet<&VmName> = plan.handed_over().map(|step| &step.vm).collect();
     // A VM whose protection has lapsed needs a person, as the plan says, who waits; so does this.
     let here = status.vms.iter().filter(|vm| vm.role == Role::Primary && may_be_handed_over(vm));
     let others = here.filter(|vm| vm.keeper_pid.is_some() || vm.lapse.is_some());
     let others = others.filter(|vm| !planned.contains(&vm.name));
-    let mut others: Vec<&VmStatus> = others.collect();
-    others.sort_by_key(|vm| vm.lapse.is_some());
-    let lapsed: BTreeSet<&VmName> =
-        others.iter().filter(|vm| vm.lapse.is_some()).map(|vm| &vm.name).collect();
-    let others = others.iter().map(|vm| (&vm.name, vm.group.as_ref()));
+    let others = others.map(|vm| (&vm.name, vm.group.as_ref(), vm.lapse.is_some()));
+    let mut others: Vec<_> = others.collect();
+    others.sort_by_key(|(.., has_lapsed)| *has_lapsed);
     let mut groups: BTreeSet<&GroupName> = BTreeSet::new();
     let mut handed_over = Vec::new();
-    for (vm, group) in of_daemon.chain(others) {
-        let goes_along = group.is_some_and(|group| !groups.insert(group));
+    for (vm, group, has_lapsed) in of_daemon.chain(others) {
+        let goes_along = group.is_some_and(|group| groups.contains(group));
         if !goes_along {
             match lapse::hand_over(client, vm, quiet) {
-                Ok(()) => {}
+                Ok(()) => groups.extend(group),
                 // The plan names it, which is made anew behind this.
-                Err(failure) if lapsed.contains(vm) => {
+                Err(failure) if has_lapsed => {
                     eprintln!("{vm} is not handed over: {}", failure.message);
                     continue;
                 }
