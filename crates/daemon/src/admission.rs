@@ -108,8 +108,9 @@ impl Host {
             let exists = bridge_exists(&card.bridge).map_err(internal)?;
             if !exists {
                 let message = format!(
-                    "bridge {} does not exist on host {}: create it with `ip link add {} type bridge`",
-                    card.bridge, self.config.name, card.bridge
+                    "bridge {} does not exist on host {}: make it with that host's network configuration, \
+                     the uplink as a port of it, so that it is there after a reboot",
+                    card.bridge, self.config.name
                 );
                 return Err(HostError::new(ErrorKind::Invalid, message));
             }

@@ -77,7 +77,7 @@ fn missing_bridge_is_named_and_leaves_no_tap() {
         let error = Tap::open("card0", "br7", GUEST).unwrap_err();
         assert!(matches!(error, NetworkError::NoBridge { .. }), "{error}");
         assert!(
-            error.to_string().starts_with("bridge br7 does not exist on this host: create it with"),
+            error.to_string().starts_with("bridge br7 does not exist on this host: make it with"),
             "{error}"
         );
         assert!(!ip("link show").contains("card0"));

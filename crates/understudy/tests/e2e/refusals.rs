@@ -82,7 +82,7 @@ fn wrong_definitions_are_refused() {
         wrong("\"raw\"", "\"qcow2\"", &["extra.img", "qcow2"]),
         wrong("52:54:00:75:73:01", "52:54", &[":10:", "mac"]),
         wrong("52:54:00:75:73:01", "53:54:00:75:73:01", &[":10:", "mac"]),
-        wrong("br0", "br9", &["bridge br9 does not exist on host a", "ip link add"]),
+        wrong("br0", "br9", &["bridge br9 does not exist on host a", "network configuration"]),
     ];
     play(quick(), |scene| {
         let good = definition(scene, "extra")?;
