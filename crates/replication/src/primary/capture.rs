@@ -9,20 +9,17 @@ use super::send::Outgoing;
 use super::session::Session;
 use super::stats::milliseconds;
 use crate::clock;
-use crate::lockstep;
-use crate::lockstep::primary::{Batches, Followed, MACHINE};
+use crate::lockstep::primary::{Followed, MACHINE};
 use crate::messages::{Piece, device_state};
 use crate::moments::{pass, stand_still, strike};
 use anyhow::Context;
 use std::sync::Arc;
 use std::time::Duration;
 use tracing::warn;
-use understudy_machine::pause::Pause;
 use understudy_machine::{Machine, Tracker};
 use understudy_memory::{DirtySet, PageStaging, StagingPool, capture};
 use understudy_protocol::{Allowance, Epoch, LastCheckpoint, PAGE_SIZE, PrimaryPhase, Time};
-use understudy_qemu::lockstep::LogErrand;
-use understudy_qemu::{Monitor, Urgency};
+use understudy_qemu::Urgency;
 use understudy_report::{CheckpointTiming, DiskReads};
 use understudy_session::primary::Event;
 
@@ -391,51 +388,6 @@ impl<'a> Capturer<'a> {
         self.carried.clear();
         timing.cont_ms = watch.lap();
         Ok(stopped)
-    }
-
-    /// Stops the guest; gives the log that ends there, too.
-    fn stop<'m>(
-        &self,
-        cut: Cut,
-        monitor: &'m mut Monitor,
-    ) -> anyhow::Result<(Pause<'m>, Option<Batches<'a>>)>
-    where
-        'a: 'm,
-    {
-        let machine: &'a Machine = self.machine;
-        let errand = match cut {
-            Cut::LogEnds => {
-                let recording = self.session.recording().context("there is no log")?;
-                let mut log = Batches::new(self.session, machine, &recording)?;
-                let pause = lockstep::primary::pause_at_end(machine, monitor, &mut log)?;
-                return Ok((pause, Some(log)));
-            }
-            Cut::LogBegins => LogErrand::Attach,
-            Cut::Plain | Cut::Last => LogErrand::None,
-        };
-        Ok((machine.pause(monitor, errand)?, None))
-    }
-
-    /// The log begins, or ends, at this position, if it does with this pause.
-    fn bound_log(
-        &self,
-        cut: Cut,
-        log: Option<Batches<'_>>,
-        epoch: Epoch,
-        position: u64,
-    ) -> anyhow::Result<()> {
-        if cut == Cut::LogBegins {
-            let recording = self.session.recording().context("there is no log")?;
-            lockstep::primary::begin(self.machine, &recording, position)?;
-        }
-        if let Some(log) = log {
-            let rest = lockstep::primary::end(log, epoch, position)?;
-            // Before the guest runs, whose disk writes are refused until the log has ended.
-            let outbox = &self.session.outbox;
-            outbox.put_now(Outgoing::Piece(epoch, Piece::LogEnds(rest.into_log())));
-            super::mirror::resume(self.session);
-        }
-        Ok(())
     }
 
     /// A test makes the device state as large as a guest with many pictures in its graphics card has it:

@@ -3,6 +3,7 @@
 //! that of the primary, and more.
 
 use crate::cluster_deaths::Moment;
+use crate::datagrams::Datagrams;
 use crate::deaths::kill_the_standby_qemu;
 use crate::deaths::{await_rounds, unharmed};
 use crate::planned::power_off;
@@ -17,16 +18,10 @@ use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{self, Signal};
 use nix::unistd::Pid;
 use serde_json::Value;
-use std::net::{Ipv4Addr, UdpSocket};
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use understudy_lab::scene::{ECHO_PORT, RECORDS_PORT, VM};
-use understudy_lab::{
-    ChatterClient, HostOptions, Load, Part, Scene, SceneOptions, in_namespace, wait_for,
-};
+use understudy_lab::{ChatterClient, HostOptions, Load, Part, Scene, SceneOptions, wait_for};
 
 /// The words of the guest once it has booted.
 const READY: &str = "UNDERSTUDY-GUEST-READY";
@@ -40,42 +35,6 @@ const LOG_ROOM: usize = 256 << 10;
 
 /// The command that fills the log.
 pub const FLOOD: &str = "exec yes > /dev/console";
-
-/// Datagrams that the guest receives until this is dropped: much log, which takes little time to be executed.
-pub struct Datagrams {
-    ends: Arc<AtomicBool>,
-    sender: Option<JoinHandle<()>>,
-}
-
-impl Datagrams {
-    pub fn start(scene: &Scene) -> Result<Datagrams> {
-        let bind = || UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0));
-        let socket = in_namespace(&scene.lab().client(), bind)??;
-        // Nobody listens there.
-        socket.connect(scene.guest(9))?;
-        let ends = Arc::new(AtomicBool::new(false));
-        let told = ends.clone();
-        let sender = thread::spawn(move || {
-            while !told.load(Ordering::Relaxed) {
-                for _ in 0..8 {
-                    // Refused by the guest now and then.
-                    let _ = socket.send(&[7; 1400]);
-                }
-                thread::sleep(Duration::from_millis(1));
-            }
-        });
-        Ok(Datagrams { ends, sender: Some(sender) })
-    }
-}
-
-impl Drop for Datagrams {
-    fn drop(&mut self) {
-        self.ends.store(true, Ordering::Relaxed);
-        if let Some(sender) = self.sender.take() {
-            let _ = sender.join();
-        }
-    }
-}
 
 /// The command that has the guest say something ten times a second, and a silence that it does not
 /// keep then.

@@ -107,6 +107,7 @@ mod console;
 mod counter;
 mod crowd;
 mod dashboard;
+mod datagrams;
 mod deaths;
 mod devices;
 mod disk_reads;

@@ -1,7 +1,8 @@
 //! A VM that is protected with checkpoints turns to lockstep, and back, and stays protected.
 
+use crate::datagrams::Datagrams;
 use crate::deaths::{await_rounds, unharmed};
-use crate::lockstep::{Datagrams, FLOOD, console_of, in_lockstep};
+use crate::lockstep::{FLOOD, console_of, in_lockstep};
 use crate::sick_disks::{Failing, await_no_disk_error, await_stop};
 use crate::stage::{
     Calm, LIMIT, LOAD_PACE, await_degraded, await_service, daemon_passing, has_backup, options,

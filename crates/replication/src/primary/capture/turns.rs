@@ -3,12 +3,19 @@
 
 use super::{Capturer, Cut, End, Moved};
 use crate::lockstep;
-use crate::lockstep::primary::{Followed, Recording};
-use crate::primary::{Next, inbound};
+use crate::lockstep::primary::{Batches, Followed, Recording};
+use crate::messages::Piece;
+use crate::primary::send::Outgoing;
+use crate::primary::{Next, inbound, mirror};
 use anyhow::Context;
 use std::sync::Arc;
+use understudy_machine::Machine;
+use understudy_machine::pause::Pause;
 use understudy_machine::succession::hand_over;
 use understudy_memory::DirtySet;
+use understudy_protocol::Epoch;
+use understudy_qemu::Monitor;
+use understudy_qemu::lockstep::LogErrand;
 use understudy_report::{DiskReads, Mode};
 use understudy_threads::{lock, spawn};
 
@@ -124,5 +131,52 @@ impl Capturer<'_> {
         fail::fail_point!("turn-captured");
         session.turning.end(Ok(()));
         Ok(true)
+    }
+}
+
+impl<'a> Capturer<'a> {
+    /// Stops the guest; gives the log that ends there, too.
+    pub(super) fn stop<'m>(
+        &self,
+        cut: Cut,
+        monitor: &'m mut Monitor,
+    ) -> anyhow::Result<(Pause<'m>, Option<Batches<'a>>)>
+    where
+        'a: 'm,
+    {
+        let machine: &'a Machine = self.machine;
+        let errand = match cut {
+            Cut::LogEnds => {
+                let recording = self.session.recording().context("there is no log")?;
+                let mut log = Batches::new(self.session, machine, &recording)?;
+                let pause = lockstep::primary::pause_at_end(machine, monitor, &mut log)?;
+                return Ok((pause, Some(log)));
+            }
+            Cut::LogBegins => LogErrand::Attach,
+            Cut::Plain | Cut::Last => LogErrand::None,
+        };
+        Ok((machine.pause(monitor, errand)?, None))
+    }
+
+    /// The log begins, or ends, at this position, if it does with this pause.
+    pub(super) fn bound_log(
+        &self,
+        cut: Cut,
+        log: Option<Batches<'_>>,
+        epoch: Epoch,
+        position: u64,
+    ) -> anyhow::Result<()> {
+        if cut == Cut::LogBegins {
+            let recording = self.session.recording().context("there is no log")?;
+            lockstep::primary::begin(self.machine, &recording, position)?;
+        }
+        if let Some(log) = log {
+            let rest = lockstep::primary::end(log, epoch, position)?;
+            // Before the guest runs, whose disk writes are refused until the log has ended.
+            let outbox = &self.session.outbox;
+            outbox.put_now(Outgoing::Piece(epoch, Piece::LogEnds(rest.into_log())));
+            mirror::resume(self.session);
+        }
+        Ok(())
     }
 }
