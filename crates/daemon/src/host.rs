@@ -316,7 +316,8 @@ impl Host {
         self.meters.clone()
     }
 
-    fn problems(&self) -> Vec<String> {
+    /// What is wrong with this host, on which these VMs are lost.
+    fn problems(&self, lost: &[VmName]) -> Vec<String> {
         let certificates = self.problems_of_certificates();
         let others = self.arbiter_problem().into_iter().chain(self.peers.problem());
         let qemu = self.installed.obstacle();
@@ -324,11 +325,15 @@ impl Host {
             .chain(certificates)
             .chain(qemu)
             .chain(self.problems_of_cards())
-            .chain(self.problems_of_the_lost())
+            .chain(lost::problems(lost))
             .chain(self.problems_of_orphans())
-            .chain(self.troubles.lock().of_snapshots().collect::<Vec<_>>())
+            .chain(self.problems_of_snapshots())
             .chain(self.problems_of_addresses())
             .collect()
+    }
+
+    fn problems_of_snapshots(&self) -> Vec<String> {
+        self.troubles.lock().of_snapshots()
     }
 
     /// Keepers have none.
@@ -359,16 +364,17 @@ impl Host {
         still.retain(|vm| self.keeper_of(vm).is_none() && !known.contains_key(vm));
         let still: Vec<_> = still.iter().filter_map(|vm| self.status_of_untold(vm)).collect();
         let vms = self.all_just_lost(&known).into_iter().chain(known.into_values());
+        let lost = self.lost_vms();
         HostStatus {
             name: self.config.name.clone(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             qemu_version: self.capabilities.version.to_string(),
-            problems: self.problems(),
+            problems: self.problems(&lost),
             certificate_expires: self.identity.tls.as_ref().map(|tls| tls.expires()),
             arbiter: self.arbiter_report(),
             peers: self.known_hosts().into_keys().collect(),
             awaited: self.awaited.all(),
-            lost: self.lost_vms(),
+            lost,
             vms: vms.map(|vm| vm.status()).chain(still).map(|vm| self.complete(vm)).collect(),
         }
     }

@@ -96,12 +96,6 @@ impl Host {
         record.is_ok_and(|record| record.is_none_or(|it| it.image.role != ImageRole::Active))
     }
 
-    /// Problems of the host for want of them.
-    pub(crate) fn problems_of_the_lost(&self) -> Vec<String> {
-        let told = |vm: VmName| format!("{vm} {}", what_to_do(&vm));
-        self.lost_vms().into_iter().map(told).collect()
-    }
-
     /// All of them.
     pub(crate) fn lost_vms(&self) -> Vec<VmName> {
         let lost = self.troubles.lock().lost.clone();
@@ -136,6 +130,11 @@ fn has_since(here: &HostName, known: &Knowledge) -> Option<String> {
         }
         (None, _) => None,
     }
+}
+
+/// Problems of the host for want of these.
+pub(crate) fn problems(lost: &[VmName]) -> impl Iterator<Item = String> {
+    lost.iter().map(|vm| format!("{vm} {}", what_to_do(vm)))
 }
 
 fn what_to_do(vm: &VmName) -> String {

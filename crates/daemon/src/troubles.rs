@@ -26,9 +26,9 @@ impl Troubles {
     }
 
     /// Problems of the host with scheduled snapshots.
-    pub fn of_snapshots(&self) -> impl Iterator<Item = String> {
+    pub fn of_snapshots(&self) -> Vec<String> {
         let told = |(of, words)| format!("scheduled snapshots of {of} {words}");
-        self.snapshots.iter().map(told)
+        self.snapshots.iter().map(told).collect()
     }
 }
 
@@ -44,9 +44,11 @@ mod tests {
         let shop = literal("shop");
         troubles.note_snapshot(&shop, Some("cannot be taken: no store".to_owned()));
         troubles.note_snapshot(&shop, Some("cannot be taken: no room".to_owned()));
-        let told: Vec<String> = troubles.of_snapshots().collect();
-        assert_eq!(told, ["scheduled snapshots of shop cannot be taken: no room"]);
+        assert_eq!(
+            troubles.of_snapshots(),
+            ["scheduled snapshots of shop cannot be taken: no room"]
+        );
         troubles.note_snapshot(&shop, None);
-        assert_eq!(troubles.of_snapshots().count(), 0);
+        assert!(troubles.of_snapshots().is_empty());
     }
 }

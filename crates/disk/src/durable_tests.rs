@@ -1,8 +1,9 @@
 use super::*;
 use crate::disk::Disk;
+use crate::loop_device::LoopDevice;
 use crate::mirror::mirror_path;
 use crate::{ChangeMap, FreshMirror, Mirror, Rounds, Synced};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use understudy_protocol::DiskIndex;
@@ -13,14 +14,14 @@ const MIB: u64 = 1 << 20;
 /// a sparse file in a small tmpfs. What is written to it waits in the page cache, and only a sync
 /// finds out.
 struct FullDevice {
+    device: LoopDevice,
+    /// Last: it is removed when the device is.
     directory: tempfile::TempDir,
-    device: PathBuf,
 }
 
-fn run(command: &str, arguments: &[&str]) -> String {
+fn run(command: &str, arguments: &[&str]) {
     let output = Command::new(command).args(arguments).output().expect(command);
     assert!(output.status.success(), "{command} {arguments:?}: {output:?}");
-    String::from_utf8(output.stdout).unwrap().trim().to_owned()
 }
 
 impl FullDevice {
@@ -30,8 +31,7 @@ impl FullDevice {
         run("mount", &["-t", "tmpfs", "-o", "size=1m", "understudy-test", place]);
         let backing = directory.path().join("backing");
         File::create(&backing).unwrap().set_len(16 * MIB).unwrap();
-        let device = run("losetup", &["--find", "--show", backing.to_str().unwrap()]);
-        FullDevice { directory, device: device.into() }
+        FullDevice { device: LoopDevice::on(&backing), directory }
     }
 
     /// Makes room: the device works from now on.
@@ -42,7 +42,6 @@ impl FullDevice {
 
 impl Drop for FullDevice {
     fn drop(&mut self) {
-        run("losetup", &["--detach", self.device.to_str().unwrap()]);
         run("umount", &["--lazy", self.directory.path().to_str().unwrap()]);
     }
 }
@@ -59,7 +58,7 @@ fn is_eio(result: io::Result<()>) -> bool {
 #[test]
 fn what_a_failing_device_lost_is_never_called_synced() {
     let full = FullDevice::new();
-    let disk = Disk::open(DiskIndex(0), &full.device, 16 * MIB).unwrap();
+    let disk = Disk::open(DiskIndex(0), full.device.path(), 16 * MIB).unwrap();
     overfill(&disk);
     assert!(is_eio(disk.sync()));
     // The kernel has told it once. To whoever asks it again it says that all is well.
@@ -71,7 +70,7 @@ fn what_a_failing_device_lost_is_never_called_synced() {
     assert!(is_eio(disk.sync()), "nor after what came later");
     // Whoever opens the device anew begins anew: what it reads is what there is.
     drop(disk);
-    let disk = Disk::open(DiskIndex(0), &full.device, 16 * MIB).unwrap();
+    let disk = Disk::open(DiskIndex(0), full.device.path(), 16 * MIB).unwrap();
     overfill(&disk);
     disk.sync().unwrap();
 }
@@ -88,7 +87,7 @@ fn changes(directory: &Path, disk: &Disk) -> Arc<ChangeMap> {
 fn an_image_that_lost_writes_may_differ_anywhere() {
     let full = FullDevice::new();
     let directory = tempfile::tempdir().unwrap();
-    let disk = Disk::open(DiskIndex(0), &full.device, 16 * MIB).unwrap();
+    let disk = Disk::open(DiskIndex(0), full.device.path(), 16 * MIB).unwrap();
     let map = changes(directory.path(), &disk);
     disk.set_changes(Some(map.clone()));
     let rounds = Rounds::of_new_session();
@@ -113,7 +112,7 @@ fn an_image_that_lost_writes_may_differ_anywhere() {
 fn the_lost_writes_count_for_a_map_that_comes_later() {
     let full = FullDevice::new();
     let directory = tempfile::tempdir().unwrap();
-    let disk = Disk::open(DiskIndex(0), &full.device, 16 * MIB).unwrap();
+    let disk = Disk::open(DiskIndex(0), full.device.path(), 16 * MIB).unwrap();
     overfill(&disk);
     assert!(is_eio(disk.sync()));
     full.heal();
@@ -186,14 +185,15 @@ fn all_former_mirrors_stay_if_one_cannot_be_synced() {
 fn a_device_that_was_mounted_since_its_list_was_sealed_is_known_for_that() {
     let full = FullDevice::new();
     full.heal();
-    let device = full.device.to_str().unwrap();
+    let device = full.device.path().to_str().unwrap();
     run("mkfs.ext4", &["-q", device]);
     let directory = tempfile::tempdir().unwrap();
-    let disk = Disk::open(DiskIndex(0), &full.device, 16 * MIB).unwrap();
+    let disk = Disk::open(DiskIndex(0), full.device.path(), 16 * MIB).unwrap();
     disk.set_changes(Some(changes(directory.path(), &disk)));
     disk.write(8 * MIB, b"the guest's").unwrap();
     drop(disk);
-    let reopen = || ChangeMap::open(&directory.path().join("changes"), 16 * MIB, &full.device);
+    let reopen =
+        || ChangeMap::open(&directory.path().join("changes"), 16 * MIB, full.device.path());
     assert!(reopen().unwrap().is_ok(), "nobody has written it");
     let place = directory.path().join("mounted");
     std::fs::create_dir(&place).unwrap();

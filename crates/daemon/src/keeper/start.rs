@@ -230,7 +230,8 @@ impl Host {
         medium: &Path,
         keeper: &Keeper,
     ) -> Result<(), HostError> {
-        self.admit(vm, &Files { disks: vec![medium.to_owned()], ..Files::default() }, keeper)
+        let files = Files { disks: vec![medium.to_owned()], ..Files::default() };
+        self.admit(vm, &files.that_are_devices(&self.config.run_as), keeper)
     }
 
     /// Finds nothing of the host's that speaks against a keeper of a VM. To be called under the lock `adding`.

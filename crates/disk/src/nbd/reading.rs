@@ -67,13 +67,6 @@ enum Beside {
     Followed(Arc<dyn ReadFollower>),
 }
 
-impl Beside {
-    /// Whether the guest runs on two hosts, in lockstep, and reads this image.
-    fn must_agree(&self) -> bool {
-        matches!(self, Beside::Copied | Beside::Recorded(..) | Beside::Followed(_))
-    }
-}
-
 impl Connection<'_> {
     /// In lockstep each read gives what the image has at its turn: this waits until none is under way
     /// that a change of this would show in, which on the other host it may not.
@@ -84,7 +77,7 @@ impl Connection<'_> {
     }
 
     fn hand(&self, request: Request, beside: Beside) {
-        let done = beside.must_agree().then(|| {
+        let done = self.served.disk.reads().must_agree().then(|| {
             let (read, done) = UnderWay::begin(span(&request));
             let mut cold = self.cold.borrow_mut();
             cold.retain(|read| !read.is_over());

@@ -134,7 +134,9 @@ impl Lead {
     /// Whether an event that brought these effects about, at a stage before, has changed anything that somebody
     /// may wait for: no sign of life has, of which there are many, and no capture.
     pub fn has_news(&self, before: &Stage, effects: &[Effect]) -> bool {
-        !effects.is_empty() || *before != self.stage()
+        let is_there =
+            before.phase == *self.core.phase() && before.committed == self.core.committed();
+        !effects.is_empty() || !is_there
     }
 
     /// A group of so many members, whose state machine this is and whose backup is the host `peer`.
