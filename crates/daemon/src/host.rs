@@ -15,7 +15,6 @@ use crate::lost;
 use crate::membership::{self, Members};
 use crate::orphans::Orphans;
 use crate::peers::{self, Peers};
-use crate::snapshot::frames::Fabric;
 use crate::snapshot::{Snapshots, start_sampling, start_schedules};
 use crate::state_dir::StateDir;
 use crate::troubles::Troubles;
@@ -88,8 +87,6 @@ pub struct Host {
     pub(crate) protecting: Common<()>,
     /// Groups that this host backs up, or did, by the session of their leader.
     pub(crate) backed_groups: Common<Vec<Weak<backup::Group>>>,
-    /// The networks between members of clusters.
-    pub(crate) fabric: Fabric,
     /// The other hosts that the configuration names.
     pub(crate) peers: Peers,
     /// The other hosts, as far as etcd knows them.
@@ -245,7 +242,6 @@ impl Host {
             lobby: Arc::default(),
             protecting: Common::default(),
             backed_groups: Common::default(),
-            fabric: Fabric::default(),
             members: Members::default(),
             snapshots: Snapshots::default(),
             watchdog: Common::default(),

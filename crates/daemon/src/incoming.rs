@@ -82,7 +82,8 @@ pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place, passed: Option<P
                 within(&of_vm(host, &session.vm), || backup::attach_inbound(&session, link))
             }
             Purpose::Frames { cluster } => {
-                frames::serve(&host.fabric, &host.config.name, &hello.host, &cluster, &link)
+                let network = host.snapshots.network(&cluster);
+                frames::serve(&network, &host.config.name, &hello.host, &link)
             }
             Purpose::Resume { session, path, received } => {
                 let session = session_of(host, &link, &session)?;
