@@ -48,9 +48,7 @@ impl Host {
         if let Some(etcd) = self.arbiter.as_ref().and_then(Arbiter::etcd) {
             self.members.leave(etcd);
         }
-        if let Some(watchdog) = self.watchdog.lock().take() {
-            watchdog.disarm();
-        }
+        self.watchdog.end();
         self.events.close();
     }
 

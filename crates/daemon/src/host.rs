@@ -9,7 +9,7 @@ use crate::gate::address;
 use crate::gate::lobby::Lobby;
 use crate::keeper::note::Claim;
 use crate::keeper::places::{Door, Kept};
-use crate::lease::Watchdog;
+use crate::lease::{Petting, Watchdog};
 use crate::lifecycle::{check_goes_on, check_stays, stands_still};
 use crate::lost;
 use crate::membership::{self, Members};
@@ -94,7 +94,7 @@ pub struct Host {
     /// State of what it does for snapshots and restores.
     pub(crate) snapshots: Snapshots,
     /// Watchdog that resets this host when nobody looks after leases.
-    pub(crate) watchdog: Common<Option<Watchdog>>,
+    pub(crate) watchdog: Petting,
     /// Guests that outlived the last daemon.
     pub(crate) orphans: Orphans,
     /// Problems of this host.
@@ -244,7 +244,7 @@ impl Host {
             backed_groups: Common::default(),
             members: Members::default(),
             snapshots: Snapshots::default(),
-            watchdog: Common::default(),
+            watchdog: Petting::new(),
             orphans: Orphans::default(),
             troubles: Common::default(),
             awaited: Awaited::default(),
@@ -266,7 +266,7 @@ impl Host {
         let armed = Watchdog::arm(path, self.config.lease).map_err(|error| {
             HostError::new(ErrorKind::Invalid, format!("detection.watchdog: {error:#}"))
         })?;
-        *self.watchdog.lock() = Some(armed);
+        self.watchdog.begin(armed);
         Ok(())
     }
 

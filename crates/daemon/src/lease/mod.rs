@@ -14,13 +14,13 @@ mod watchdog;
 
 pub(crate) use contender::{Awaited, Contender, Tenures};
 pub(crate) use former::FormerLease;
-pub(crate) use watchdog::Watchdog;
+pub(crate) use watchdog::{Petting, Watchdog};
 
 use crate::containment;
 use crate::host::Host;
 use crate::vm::PrimaryVm;
 use crossbeam_channel::Sender;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
@@ -31,6 +31,7 @@ use understudy_protocol::{Lease, LeaseAction, Stake, Stillness, Time, VmName};
 use understudy_report::events::EventKind;
 use understudy_session::primary::Event;
 use understudy_threads::{Mutex, lock};
+use watchdog::Petter;
 
 /// Time between two looks.
 const LOOK: Duration = Duration::from_millis(100);
@@ -44,8 +45,9 @@ pub(crate) struct Tenure {
     lease: Mutex<Lease>,
     /// Whether the log knows of one.
     told: AtomicBool,
-    /// Lock that is held while the guest is made to stand still, or to go on.
-    settling: Mutex<()>,
+    /// Number of times that the guest is still to be made to stand still, or to go on: whoever makes it
+    /// one does that, for all that come meanwhile.
+    unsettled: AtomicU32,
 }
 
 impl Tenure {
@@ -54,7 +56,7 @@ impl Tenure {
         Tenure {
             lease: Mutex::new(Lease::new(length)),
             told: AtomicBool::new(false),
-            settling: Mutex::default(),
+            unsettled: AtomicU32::new(0),
         }
     }
 
@@ -87,11 +89,14 @@ pub(crate) fn start(host: &Arc<Host>) -> std::io::Result<()> {
     thread::Builder::new().name("lease-arbiter".to_owned()).spawn(tend)?;
     let compared = weak.clone();
     thread::Builder::new().name("lease-peers".to_owned()).spawn(move || peers::run(&compared))?;
-    thread::Builder::new().name("lease".to_owned()).spawn(move || keep(&weak, &errands))?;
+    let watchdog = host.watchdog.inbox();
+    thread::Builder::new()
+        .name("lease".to_owned())
+        .spawn(move || keep(&weak, &errands, watchdog))?;
     Ok(())
 }
 
-fn keep(host: &Weak<Host>, errands: &Errands) {
+fn keep(host: &Weak<Host>, errands: &Errands, mut watchdog: Petter) {
     let mut stillness = Stillness::new(boot_time(), LOOK);
     while let Some(host) = host.upgrade() {
         let now = boot_time();
@@ -101,11 +106,8 @@ fn keep(host: &Weak<Host>, errands: &Errands) {
         for vm in host.primaries() {
             host.look_at_lease(&vm, now, errands);
         }
-        if let Some(watchdog) = host.watchdog.lock().as_ref() {
-            watchdog.pet();
-        }
         drop(host);
-        thread::sleep(LOOK);
+        watchdog.pet(LOOK);
     }
 }
 
@@ -207,9 +209,21 @@ impl Host {
     }
 }
 
-/// Has the guest stand still, or go on, as the lease says by now.
+/// Has the guest stand still, or go on, as the lease says by now. One at a time: who comes meanwhile
+/// leaves it to that one.
 fn settle(vm: &PrimaryVm) {
-    let _settling = lock(&vm.tenure.settling);
+    let unsettled = &vm.tenure.unsettled;
+    let mut seen = unsettled.fetch_add(1, Ordering::AcqRel) + 1;
+    if seen > 1 {
+        return;
+    }
+    while seen > 0 {
+        settle_once(vm);
+        seen = unsettled.fetch_sub(seen, Ordering::AcqRel) - seen;
+    }
+}
+
+fn settle_once(vm: &PrimaryVm) {
     let stands = vm.tenure.standstill().is_some();
     let machine = vm.machine();
     let settled = match stands {
