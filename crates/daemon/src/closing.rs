@@ -12,7 +12,6 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::{error, info, warn};
-use understudy_arbiter::Arbiter;
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 
@@ -45,9 +44,7 @@ impl Host {
         self.hand_all_over();
         self.end_all_but_primaries();
         self.power_all_off();
-        if let Some(etcd) = self.arbiter.as_ref().and_then(Arbiter::etcd) {
-            self.members.leave(etcd);
-        }
+        self.membership.leave();
         self.watchdog.end();
         self.events.close();
     }
@@ -103,7 +100,7 @@ impl Host {
     }
 
     fn end_all_but_primaries(self: &Arc<Self>) {
-        let names: Vec<VmName> = self.vms.lock().keys().cloned().collect();
+        let names: Vec<VmName> = self.vms.look_at_all(|vms| vms.keys().cloned().collect());
         for name in names {
             let ends = match self.vm(&name) {
                 Ok(Vm::Primary(vm)) => vm.kept().is_some(),
@@ -176,7 +173,7 @@ impl Host {
 
     /// Whether the VM is still this host's to end. The guest's power-off removes it.
     pub(crate) fn still_runs(&self, vm: &PrimaryVm) -> bool {
-        let current = self.vms.lock().get(vm.name()).cloned();
+        let current = self.vms.get(vm.name());
         matches!(current, Some(Vm::Primary(current)) if std::ptr::eq(&*current, vm))
     }
 

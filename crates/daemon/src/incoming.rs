@@ -132,10 +132,11 @@ fn session_of(host: &Host, link: &Link, id: &str) -> anyhow::Result<Arc<backup::
 
 impl Host {
     fn backup_session(&self, id: &str) -> Option<Arc<backup::Session>> {
-        self.vms.lock().values().find_map(|vm| match vm {
+        let is_meant = |vm: &Vm| match vm {
             Vm::Backup(session) if session.id == id => Some(session.clone()),
             _ => None,
-        })
+        };
+        self.vms.look_at_all(|vms| vms.values().find_map(is_meant))
     }
 
     fn primary_of(&self, session: &str) -> Option<String> {

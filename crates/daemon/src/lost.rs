@@ -54,7 +54,7 @@ impl Host {
             self.forget_lost_vm(vm);
             return false;
         }
-        if self.troubles.lock().lost.insert(vm.clone()) {
+        if self.vms.change(|all| all.lost.insert(vm.clone())) {
             warn!(%vm, "{}", what_to_do(vm));
         }
         true
@@ -78,11 +78,11 @@ impl Host {
     }
 
     fn is_lost(&self, vm: &VmName) -> bool {
-        self.troubles.lock().lost.contains(vm)
+        self.vms.look(|all| all.lost.contains(vm))
     }
 
     fn forget_lost_vm(&self, vm: &VmName) {
-        self.troubles.lock().lost.remove(vm);
+        self.vms.change(|all| all.lost.remove(vm));
     }
 
     /// Whether it is here again, or nobody wants it any more.
@@ -97,7 +97,7 @@ impl Host {
 
     /// Problems of the host for want of them.
     pub(crate) fn problems_of_the_lost(&self) -> Vec<String> {
-        let lost = self.troubles.lock().lost.clone();
+        let lost = self.vms.look(|all| all.lost.clone());
         let told = |vm: &VmName| Some(format!("{vm} {}", self.why_lost(vm)?));
         lost.iter().filter_map(told).collect()
     }

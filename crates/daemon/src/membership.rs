@@ -5,16 +5,17 @@
 
 use crate::host::Host;
 use crate::survey::load_percent;
+use crossbeam_channel::{Receiver, Sender};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 use tracing::{debug, info, warn};
 use understudy_arbiter::etcd::{Etcd, Lease};
 use understudy_protocol::HostName;
-use understudy_threads::Common;
 
 /// Time after which a host speaks up again.
 const INTERVAL: Duration = Duration::from_secs(2);
@@ -37,45 +38,60 @@ pub struct Member {
     pub version: String,
 }
 
-/// The other hosts, as etcd last told; empty without etcd.
-#[derive(Debug, Default)]
-pub struct Members {
-    others: Common<BTreeMap<HostName, Member>>,
-    lease: Common<Option<Lease>>,
+/// This host's membership. The thread that renews it has the lease, and gives it back.
+pub(crate) struct Membership {
+    /// Whether there is that thread, and it has not been told to leave.
+    is_renewed: AtomicBool,
+    orders: Sender<Leave>,
+    inbox: Receiver<Leave>,
 }
 
-impl Members {
-    /// The other members.
-    pub fn others(&self) -> BTreeMap<HostName, Member> {
-        self.others.lock().clone()
+/// Order to leave; it is dropped when that is done.
+type Leave = Sender<()>;
+
+impl Membership {
+    /// None yet.
+    pub fn new() -> Membership {
+        let (orders, inbox) = crossbeam_channel::unbounded();
+        Membership { is_renewed: AtomicBool::new(false), orders, inbox }
     }
 
     /// Leaves, as far as etcd can be reached.
-    pub fn leave(&self, etcd: &Etcd) {
-        let Some(lease) = self.lease.lock().take() else { return };
-        if let Err(error) = etcd.revoke(lease) {
-            info!("still a member for {LEASE_SECONDS} s: {error:#}");
+    pub fn leave(&self) {
+        if self.is_renewed.swap(false, Ordering::AcqRel) {
+            let (leaving, left) = crossbeam_channel::bounded(0);
+            // The inbox is this value's own.
+            let _ = self.orders.send(leaving);
+            let _ = left.recv();
         }
     }
+}
 
+/// The lease of a member.
+struct Renewal<'a> {
+    etcd: &'a Etcd,
+    lease: Option<Lease>,
+}
+
+impl Renewal<'_> {
     /// Says that this host lives, and reads who else does.
-    fn renew(&self, etcd: &Etcd, name: &HostName, own: &Member) -> anyhow::Result<()> {
-        let mut lease = self.lease.lock();
-        let held = match *lease {
-            Some(held) if etcd.keep_alive(held)? => held,
-            _ => etcd.lease(LEASE_SECONDS)?,
+    fn renew(&mut self, host: &Host) -> anyhow::Result<()> {
+        let held = match self.lease {
+            Some(held) if self.etcd.keep_alive(held)? => held,
+            _ => self.etcd.lease(LEASE_SECONDS)?,
         };
-        *lease = Some(held);
-        drop(lease);
-        etcd.put(&format!("{FOLDER}{name}"), own, held)?;
-        self.look(etcd, name)
+        self.lease = Some(held);
+        let name = &host.config.name;
+        self.etcd.put(&format!("{FOLDER}{name}"), &describe(host), held)?;
+        host.look_at_members(self.etcd)
     }
 
-    /// Reads which other hosts live.
-    fn look(&self, etcd: &Etcd, name: &HostName) -> anyhow::Result<()> {
-        let others = members(etcd, name)?;
-        *self.others.lock() = others;
-        Ok(())
+    fn end(self) {
+        if let Some(lease) = self.lease
+            && let Err(error) = self.etcd.revoke(lease)
+        {
+            info!("still a member for {LEASE_SECONDS} s: {error:#}");
+        }
     }
 }
 
@@ -98,7 +114,18 @@ impl Host {
     /// Looks for members that have joined since the last look, if there are any to be found.
     pub(crate) fn look_for_members(&self) -> anyhow::Result<()> {
         let etcd = self.arbiter.as_ref().and_then(|arbiter| arbiter.etcd());
-        etcd.map_or(Ok(()), |etcd| self.members.look(etcd, &self.config.name))
+        etcd.map_or(Ok(()), |etcd| self.look_at_members(etcd))
+    }
+
+    fn look_at_members(&self, etcd: &Etcd) -> anyhow::Result<()> {
+        let others = members(etcd, &self.config.name)?;
+        self.findings.lock().members = others;
+        Ok(())
+    }
+
+    /// The other members, as etcd last told; none without etcd.
+    pub(crate) fn members(&self) -> BTreeMap<HostName, Member> {
+        self.findings.lock().members.clone()
     }
 }
 
@@ -116,11 +143,13 @@ pub fn join(host: &Arc<Host>) {
         warn!("not a member: `listen` names no address that other hosts could use");
         return;
     }
-    let host = Arc::downgrade(host);
-    let spawned =
-        thread::Builder::new().name("membership".to_owned()).spawn(move || run(&host, &etcd));
-    if let Err(error) = spawned {
-        warn!("not a member: cannot start a thread: {error}");
+    let (weak, inbox) = (Arc::downgrade(host), host.membership.inbox.clone());
+    let spawned = thread::Builder::new()
+        .name("membership".to_owned())
+        .spawn(move || run(&weak, &etcd, &inbox));
+    match spawned {
+        Ok(_) => host.membership.is_renewed.store(true, Ordering::Release),
+        Err(error) => warn!("not a member: cannot start a thread: {error}"),
     }
 }
 
@@ -144,26 +173,28 @@ pub fn look_on(host: &Arc<Host>) {
     }
 }
 
-fn run(host: &Weak<Host>, etcd: &Etcd) {
-    let mut well = true;
+fn run(host: &Weak<Host>, etcd: &Etcd, inbox: &Receiver<Leave>) {
+    let (mut well, mut renewal) = (true, Renewal { etcd, lease: None });
     while let Some(host) = host.upgrade() {
-        if host.is_powering_off() {
-            return;
+        // Then it waits to leave.
+        if !host.is_powering_off() {
+            let renewed = renewal.renew(&host);
+            match &renewed {
+                Err(error) if well => warn!("not seen as a member: {error:#}"),
+                Ok(()) if !well => info!("seen as a member again"),
+                _ => {}
+            }
+            well = renewed.is_ok();
         }
-        let renewed = host.members.renew(etcd, &host.config.name, &describe(&host));
-        match &renewed {
-            Err(error) if well => warn!("not seen as a member: {error:#}"),
-            Ok(()) if !well => info!("seen as a member again"),
-            _ => {}
-        }
-        well = renewed.is_ok();
         drop(host);
-        thread::sleep(INTERVAL);
+        if let Ok(_leaving) = inbox.recv_timeout(INTERVAL) {
+            return renewal.end();
+        }
     }
 }
 
 fn describe(host: &Host) -> Member {
-    let vms = (host.vms.lock().len() + host.keepers().len()) as u32;
+    let vms = (host.vms.count() + host.keepers().len()) as u32;
     Member {
         addresses: host.config.listen.clone(),
         free_memory: host.free_memory(),
