@@ -19,6 +19,9 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+/// etcd's word for a revision that it has no more.
+const COMPACTED: &str = "has been compacted";
+
 /// One etcd cluster. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Etcd {
@@ -180,6 +183,23 @@ impl Etcd {
         let (key, lease) = (self.encode(key), lease.0.to_string());
         let body = json!({ "key": key, "value": encode_value(value)?, "lease": lease });
         self.call("kv/put", &body).map(drop)
+    }
+
+    /// Whether etcd still has the revision that was the newest one so many ago: it keeps each until it is told to compact
+    /// them, and takes nothing more once its space is full of them.
+    pub fn keeps_all(&self, of_the_last: i64) -> anyhow::Result<bool> {
+        let mut range = json!({ "key": self.encode("/"), "count_only": true });
+        let now = self.call("kv/range", &range)?;
+        let now = integer(&now["header"]["revision"]).context("etcd named no revision")?;
+        if now <= of_the_last {
+            return Ok(false);
+        }
+        range["revision"] = json!((now - of_the_last).to_string());
+        match self.call("kv/range", &range) {
+            Ok(_) => Ok(true),
+            Err(error) if error.to_string().contains(COMPACTED) => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 
     fn encode(&self, key: &str) -> String {

@@ -119,9 +119,8 @@ impl FileArbiter {
 
     pub fn renew(&self, key: Key<'_>, of: Generation, to: &Renewal) -> Result<(), Unreachable> {
         let renewed = || {
-            let finished = key.below(&self.directory).join(self.own_name()?);
-            write_synced(&finished, to)?;
-            fs::rename(&finished, self.lease(key, of))
+            let draft = Draft::synced(key.below(&self.directory).join(self.own_name()?), to)?;
+            draft.put_at(&self.lease(key, of))
         };
         renewed().map_err(|error| self.explain(&error))
     }
@@ -145,10 +144,9 @@ impl FileArbiter {
     /// Gives the arbiter this identity, unless somebody was first; the one that it has then.
     pub fn name_it(&self, id: ArbiterId) -> Result<ArbiterId, Unreachable> {
         let named = || {
-            let finished = self.directory.join(self.own_name()?);
-            write_synced(&finished, &id)?;
-            let linked = fs::hard_link(&finished, self.directory.join(IDENTITY));
-            fs::remove_file(&finished)?;
+            let draft = Draft::synced(self.directory.join(self.own_name()?), &id)?;
+            let linked = draft.link_to(&self.directory.join(IDENTITY));
+            draft.remove()?;
             match linked {
                 Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
                 _ => fs::File::open(&self.directory)?.sync_all()?,
@@ -164,14 +162,13 @@ impl FileArbiter {
         let rehearsed = || {
             let Some(owner) = self.newest(key)? else { return Ok(None) };
             let folder = key.below(&self.directory);
-            let (finished, linked) = (folder.join(self.own_name()?), folder.join(self.own_name()?));
             let record = Record { host: Some(self.host.clone()) };
-            let result =
-                write_new(&finished, &record).and_then(|_| fs::hard_link(&finished, &linked));
+            let (draft, _) = Draft::write(folder.join(self.own_name()?), &record)?;
+            let name = folder.join(self.own_name()?);
+            let linked = draft.link_to(&name);
             // All is removed, whatever was made; the first error is the one that counts.
-            let unlinked = fs::remove_file(&linked);
-            let removed = fs::remove_file(&finished);
-            result.and(unlinked).and(removed).map(|()| Some(owner))
+            let unlinked = fs::remove_file(&name);
+            linked.and(unlinked).and(draft.remove()).map(|()| Some(owner))
         };
         rehearsed().map_err(|error| self.explain(&error))
     }
@@ -227,10 +224,10 @@ impl FileArbiter {
             _ => {}
         }
         let target = folder.join(from.next().to_string());
-        let finished = folder.join(self.own_name()?);
-        write_synced(&finished, &Record { host: host.cloned() })?;
-        let linked = fs::hard_link(&finished, &target);
-        fs::remove_file(&finished)?;
+        let record = Record { host: host.cloned() };
+        let draft = Draft::synced(folder.join(self.own_name()?), &record)?;
+        let linked = draft.link_to(&target);
+        draft.remove()?;
         match linked {
             Ok(()) => {
                 fs::File::open(&folder)?.sync_all()?;
@@ -250,21 +247,72 @@ impl FileArbiter {
     }
 }
 
-fn write_synced(path: &Path, record: &impl Serialize) -> io::Result<()> {
-    write_new(path, record)?.sync_all()
+/// A file that is to have another name. It goes with this: one that could not be written whole, too, since the file system
+/// is full.
+struct Draft(Option<PathBuf>);
+
+impl Draft {
+    /// Writes a file that there is not yet.
+    fn write(path: PathBuf, record: &impl Serialize) -> io::Result<(Draft, fs::File)> {
+        let mut file = fs::File::create_new(&path)?;
+        let draft = Draft(Some(path));
+        file.write_all(&serde_json::to_vec(record)?)?;
+        Ok((draft, file))
+    }
+
+    fn synced(path: PathBuf, record: &impl Serialize) -> io::Result<Draft> {
+        let (draft, file) = Draft::write(path, record)?;
+        file.sync_all()?;
+        Ok(draft)
+    }
+
+    fn path(&self) -> &Path {
+        self.0.as_deref().expect("it is there until it is put elsewhere, or removed")
+    }
+
+    /// Gives it a second name, which nothing has.
+    fn link_to(&self, name: &Path) -> io::Result<()> {
+        fs::hard_link(self.path(), name)
+    }
+
+    /// Gives it another name, whatever had that.
+    fn put_at(mut self, name: &Path) -> io::Result<()> {
+        fs::rename(self.path(), name)?;
+        self.0 = None;
+        Ok(())
+    }
+
+    fn remove(mut self) -> io::Result<()> {
+        self.0.take().map_or(Ok(()), fs::remove_file)
+    }
 }
 
-/// Writes a file that there is not yet.
-fn write_new(path: &Path, record: &impl Serialize) -> io::Result<fs::File> {
-    let mut file = fs::File::create_new(path)?;
-    file.write_all(&serde_json::to_vec(record)?)?;
-    Ok(file)
+impl Drop for Draft {
+    fn drop(&mut self) {
+        if let Some(path) = &self.0 {
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+/// Does in a directory what the arbiter does: writes a file and links it to a new name. Leaves nothing.
+pub fn try_directory(directory: &Path) -> io::Result<()> {
+    let written = directory.join(format!(".try-{}", std::process::id()));
+    let linked = written.with_extension("link");
+    let result = fs::File::create_new(&written)
+        .and_then(|file| file.sync_all())
+        .and_then(|()| fs::hard_link(&written, &linked));
+    // All is removed, whatever was made; the first error is the one that counts.
+    let unlinked = fs::remove_file(&linked);
+    let removed = fs::remove_file(&written);
+    result.and(unlinked).and(removed)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::collections::BTreeSet;
+    use std::process::Command;
     use understudy_protocol::{VmName, literal};
 
     #[test]
@@ -396,6 +444,57 @@ mod tests {
         assert!(gone.renewal(key, one).is_err(), "no directory is no word");
         assert!(gone.tenures(key).is_err());
         assert!(gone.withdraw(key, one).is_ok(), "the word comes from the reading after it");
+    }
+
+    /// A file system of its own, which can be filled.
+    struct SmallDisk(tempfile::TempDir);
+
+    impl SmallDisk {
+        fn new() -> SmallDisk {
+            let directory = tempfile::tempdir().unwrap();
+            let mounted = Command::new("mount")
+                .args(["-t", "tmpfs", "-o", "size=64k", "arbiter"])
+                .arg(directory.path())
+                .status();
+            assert!(mounted.unwrap().success());
+            SmallDisk(directory)
+        }
+
+        fn fill(&self) {
+            let mut filler = fs::File::create(self.0.path().join("filler")).unwrap();
+            while filler.write_all(&[0; 4096]).is_ok() {}
+        }
+    }
+
+    impl Drop for SmallDisk {
+        fn drop(&mut self) {
+            let unmounted = Command::new("umount").arg("--lazy").arg(self.0.path()).status();
+            assert!(unmounted.unwrap().success());
+        }
+    }
+
+    // Before, each try left a file.
+    #[test]
+    fn what_a_full_directory_does_not_take_is_not_left_there() {
+        let disk = SmallDisk::new();
+        let a = FileArbiter::new(disk.0.path(), &literal("a"));
+        let db: VmName = literal("db");
+        let key = Key::Vm(&db);
+        a.acquire(key, Generation(0), true).unwrap();
+        disk.fill();
+        let renewal = Renewal { host: literal("a"), length_ms: 15_000, mark: 1 };
+        for _ in 0..3 {
+            let words = a.renew(key, Generation(1), &renewal).unwrap_err().0;
+            assert!(words.contains("No space left"), "{words}");
+            assert!(a.acquire(key, Generation(1), true).is_err());
+            assert!(a.name_it(ArbiterId::fresh().unwrap()).is_err());
+            assert!(a.rehearse(key).is_err());
+        }
+        let names = |path: &Path| -> Vec<_> {
+            fs::read_dir(path).unwrap().map(|entry| entry.unwrap().file_name()).collect()
+        };
+        assert_eq!(names(&disk.0.path().join("db")), ["1"]);
+        assert_eq!(names(disk.0.path()).len(), 2, "the VM's records, and what fills it");
     }
 
     #[test]

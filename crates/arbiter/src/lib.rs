@@ -19,5 +19,6 @@ pub mod whole_file;
 
 pub use arbiter::{Arbiter, Unreachable};
 pub use config::{ArbiterConfig, EtcdConfig, EtcdTls};
+pub use file::try_directory;
 pub use identity::{ArbiterId, ArbiterName, MEMORY};
 pub use key::Key;

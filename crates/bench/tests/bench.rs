@@ -2,14 +2,14 @@
 
 mod fixture;
 
-use fixture::laboratory;
+use fixture::{laboratory, patient};
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
 
 /// Output that it printed: the report, and what it said meanwhile.
 fn latency(output: &Path) -> (Value, String) {
-    let done = laboratory(&["bench", "--json", "--quick", "--only", "latency", "--runs", "1"])
+    let done = patient(&["bench", "--json", "--quick", "--only", "latency", "--runs", "1"])
         .args(["--variants", "unprotected,adaptive", "--output"])
         .arg(output)
         .output()
@@ -71,7 +71,7 @@ fn latency_is_measured_in_two_variants_and_not_again() {
 #[test]
 #[ignore = "long: `make test-long`, which builds the bench guest"]
 fn lockstep_is_measured_beside_counted_instructions() {
-    let done = laboratory(&["bench", "lockstep", "--json", "--quick", "--only", "cpu,disk_reads"])
+    let done = patient(&["bench", "lockstep", "--json", "--quick", "--only", "cpu,disk_reads"])
         .args(["--variants", "icount,lockstep,lockstep-log"])
         .output()
         .unwrap();

@@ -2,14 +2,15 @@
 
 mod fixture;
 
-use fixture::laboratory;
+use fixture::{laboratory, patient};
 use serde_json::Value;
+use std::process::Command;
 
 /// Plays so many runs; every promise must have been kept in each.
-fn chaos(runs: u64, seed: u64) -> Value {
+fn chaos(begin: fn(&[&str]) -> Command, runs: u64, seed: u64) -> Value {
     let (runs_wanted, seed) = (runs.to_string(), seed.to_string());
-    let output =
-        laboratory(&["chaos", "--json", "--runs", &runs_wanted, "--seed", &seed]).output().unwrap();
+    let mut command = begin(&["chaos", "--json", "--runs", &runs_wanted, "--seed", &seed]);
+    let output = command.output().unwrap();
     let story = String::from_utf8_lossy(&output.stderr);
     let result = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{result}\n{story}");
@@ -27,7 +28,7 @@ fn chaos(runs: u64, seed: u64) -> Value {
 #[test]
 fn a_few_failures_break_no_promise() {
     // Among them the death of a primary, so that there is an outage to report.
-    let report = chaos(4, 3);
+    let report = chaos(patient, 4, 3);
     assert!(report["called_for"].as_u64().unwrap() >= 2, "{report}");
     assert!(report["outage_ms"]["p50"].as_f64().unwrap() > 0.0, "{report}");
 }
@@ -35,6 +36,6 @@ fn a_few_failures_break_no_promise() {
 #[test]
 #[ignore = "long: `make test-long`"]
 fn two_hundred_failures_break_no_promise() {
-    let report = chaos(200, 1000);
+    let report = chaos(laboratory, 200, 1000);
     assert!(report["called_for"].as_u64().unwrap() >= 50, "{report}");
 }

@@ -2,7 +2,7 @@
 
 mod fixture;
 
-use fixture::{PROGRAM, laboratory};
+use fixture::{PROGRAM, patient};
 use serde_json::Value;
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -19,7 +19,7 @@ fn alone() -> MutexGuard<'static, ()> {
 /// Runs the demo to its end; nothing of it may be left.
 fn demo(arguments: &[&str]) -> Output {
     let _alone = alone();
-    let child = laboratory(&["demo", "--json", "--seconds", "1"])
+    let child = patient(&["demo", "--json", "--seconds", "1"])
         .args(arguments)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())

@@ -2,7 +2,7 @@
 
 mod fixture;
 
-use fixture::laboratory;
+use fixture::patient;
 use serde_json::Value;
 
 /// One that only the console sees, one that goes through the network both ways, and a database with
@@ -20,7 +20,7 @@ fn a_database_with_tables_runs_on_a_protected_guest() {
 
 /// Measures workloads, each with its unit.
 fn measure(workloads: &[(&str, &str)]) {
-    let output = laboratory(&["bench", "workload", "--quick", "--protected", "--json"])
+    let output = patient(&["bench", "workload", "--quick", "--protected", "--json"])
         .args(workloads.iter().map(|(name, _)| name))
         .output()
         .unwrap();

@@ -7,7 +7,7 @@
 use crate::host::Host;
 use crate::inventory::Inventory;
 use crate::repair::Wish;
-use crate::vm::Vm;
+use crate::vm::{PrimaryVm, Vm};
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
@@ -244,10 +244,17 @@ impl Host {
         }
     }
 
-    /// Notes how the VM is to be protected when it comes up with its host.
-    pub(crate) fn note_wish(&self, vm: &VmName, wish: Option<&Wish>) {
-        if let Err(error) = self.records.change(vm, |record| put_wish(record, wish)) {
-            warn!(%vm, "{error}");
+    /// Has the VM be protected as `wish` says, from now on and when it comes up with its host.
+    pub(crate) fn want(&self, vm: &PrimaryVm, wish: Option<Wish>) {
+        vm.repairer.set_wish(wish);
+        self.note_wish(vm);
+    }
+
+    /// Notes how the VM is to be protected when it comes up with its host: as it is to be now.
+    pub(crate) fn note_wish(&self, vm: &PrimaryVm) {
+        let (name, wish) = (vm.name(), vm.repairer.wish());
+        if let Err(error) = self.records.change(name, |record| put_wish(record, wish.as_ref())) {
+            warn!(vm = %name, "{error}");
         }
     }
 }

@@ -6,6 +6,7 @@
 //! power off: it would be off otherwise because a backup's daemon was restarted a moment before.
 
 use crate::host::Host;
+use crate::lifecycle::RELEASED_WITHIN;
 use crate::vm::{PrimaryVm, Vm};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -14,12 +15,22 @@ use std::time::{Duration, Instant};
 use tracing::{error, info, warn};
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
+use understudy_report::HostError;
 
 /// Time between two looks at whether a guest has powered off.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 
+/// Time for backups that follow, and could not take over at the moment, to be some again.
+const LAPSE_PATIENCE: Duration = Duration::from_secs(15);
+
 /// A guest that has not reacted is asked again: one that boots has nobody yet who hears it.
 const PRESS_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Time for the guests of the last daemon to end, when all others have.
+const ORPHAN_PATIENCE: Duration = Duration::from_secs(5);
+
+/// Time for a guest that has ended to be forgotten, that for the arbiter included.
+const FORGOTTEN_WITHIN: Duration = RELEASED_WITHIN.saturating_mul(2);
 
 /// Reason why a guest that was asked to power off still runs.
 pub(crate) enum StillOn {
@@ -44,9 +55,20 @@ impl Host {
         self.hand_all_over();
         self.end_all_but_primaries();
         self.power_all_off();
+        self.await_orphans();
+        // What was taken back all the same.
+        self.power_all_off();
         self.membership.leave();
         self.watchdog.end();
         self.events.close();
+    }
+
+    /// Waits for the guests of the last daemon, which end; what holds one, a store say, does not hold this daemon.
+    fn await_orphans(&self) {
+        self.orphans.give_up_all();
+        for vm in self.orphans.await_given_up(Instant::now() + ORPHAN_PATIENCE) {
+            warn!(%vm, "stands still, and is left to its custodian: its store, or the arbiter, does not answer");
+        }
     }
 
     /// Waits for what is being started in a keeper, which ends as the others do; what comes later
@@ -86,16 +108,31 @@ impl Host {
     }
 
     fn hand_all_over(&self) {
+        let deadline = Instant::now() + LAPSE_PATIENCE;
         for vm in self.running() {
             if !vm.is_protected() {
                 continue;
             }
             // The hand-over of another member of its group may have taken it along.
-            if let Err(error) = self.failover(vm.name())
+            if let Err(error) = self.hand_over_by(deadline, &vm)
                 && self.still_runs(&vm)
             {
                 warn!(vm = %vm.name(), "not handed over: {error}");
             }
+        }
+    }
+
+    /// Hands a VM over; if its backup follows, but could not take over at the moment, when it can.
+    fn hand_over_by(&self, deadline: Instant, vm: &PrimaryVm) -> Result<(), HostError> {
+        let lapses =
+            || vm.active_session().is_some_and(|session| session.group().obstacle().is_some());
+        loop {
+            let outcome = self.failover(vm.name());
+            let goes_on = !self.is_hurried() && Instant::now() < deadline;
+            if outcome.is_ok() || !goes_on || !lapses() || !self.still_runs(vm) {
+                return outcome;
+            }
+            thread::sleep(LOOK_INTERVAL);
         }
     }
 
@@ -157,10 +194,14 @@ impl Host {
             if self.is_hurried() {
                 return Err(StillOn::Hurried);
             }
-            if bound.is_zero() || Instant::now() > deadline {
+            // One that has ended in time is still to be forgotten.
+            let has_ended = vm.machine().is_halted();
+            let end = deadline + if has_ended { FORGOTTEN_WITHIN } else { Duration::ZERO };
+            if bound.is_zero() || Instant::now() > end {
                 return Err(StillOn::TimeIsOver);
             }
-            if asked.is_none_or(|asked: Instant| asked.elapsed() > PRESS_INTERVAL) {
+            let is_due = asked.is_none_or(|asked: Instant| asked.elapsed() > PRESS_INTERVAL);
+            if is_due && !has_ended {
                 vm.machine()
                     .press_power_button()
                     .map_err(|error| StillOn::NotAsked(format!("{error:#}")))?;

@@ -4,7 +4,7 @@
 use crate::membership::Member;
 use crate::peers::Peers;
 use std::collections::BTreeMap;
-use understudy_protocol::{HostName, VmName};
+use understudy_protocol::{GroupName, HostName, VmName};
 
 /// All of it, but what is asked for at the moment of the question.
 #[derive(Default)]
@@ -17,4 +17,41 @@ pub(crate) struct Findings {
     pub arbiter: Option<String>,
     /// Reasons why cards of VMs that run here are on no bridge, by VM and address.
     pub cards: BTreeMap<(VmName, String), String>,
+    /// Reasons why a cluster's last scheduled snapshot does not exist, or old ones still do.
+    pub snapshots: BTreeMap<GroupName, String>,
+}
+
+impl Findings {
+    /// What is wrong with a cluster's scheduled snapshots from now on, if something is.
+    pub fn note_snapshot(&mut self, of: &GroupName, words: Option<String>) {
+        match words {
+            Some(words) => self.snapshots.insert(of.clone(), words),
+            None => self.snapshots.remove(of),
+        };
+    }
+
+    /// Problems of the host with scheduled snapshots.
+    pub fn of_snapshots(&self) -> impl Iterator<Item = String> {
+        let told = |(of, words)| format!("scheduled snapshots of {of} {words}");
+        self.snapshots.iter().map(told)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use understudy_protocol::literal;
+
+    /// A store that was not mounted was an event, and nothing that anybody is woken by.
+    #[test]
+    fn a_snapshot_that_fails_is_told_until_one_is_taken() {
+        let mut findings = Findings::default();
+        let shop = literal("shop");
+        findings.note_snapshot(&shop, Some("cannot be taken: no store".to_owned()));
+        findings.note_snapshot(&shop, Some("cannot be taken: no room".to_owned()));
+        let told: Vec<String> = findings.of_snapshots().collect();
+        assert_eq!(told, ["scheduled snapshots of shop cannot be taken: no room"]);
+        findings.note_snapshot(&shop, None);
+        assert_eq!(findings.of_snapshots().count(), 0);
+    }
 }

@@ -120,7 +120,7 @@ impl Host {
                 return Err(error);
             }
         }
-        vms.iter().for_each(|vm| self.note_wish(vm.name(), Some(&wish)));
+        vms.iter().for_each(|vm| self.note_wish(vm));
         Ok(())
     }
 
@@ -184,9 +184,8 @@ impl Host {
     /// `who` did `what`.
     pub(crate) fn dissolve(&self, group: &GroupMembers, who: &str, what: &str) {
         for vm in self.wanted_members(group) {
-            vm.repairer.set_wish(None);
+            self.want(&vm, None);
             vm.repairer.ended();
-            self.note_wish(vm.name(), None);
             // One that is still protected says itself how that goes on.
             if vm.active_session().is_none() {
                 let reason = format!(

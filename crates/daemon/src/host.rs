@@ -52,7 +52,7 @@ pub(crate) const PEER_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Time for which an address may still be in use by the daemon before this one, or not be this
 /// host's yet.
-pub const ADDRESS_PATIENCE: Duration = Duration::from_secs(5);
+pub const ADDRESS_PATIENCE: Duration = Duration::from_secs(15);
 
 /// One running daemon. All calls block; call them off the async threads.
 pub struct Host {
@@ -264,7 +264,9 @@ impl Host {
 
     /// One VM's status.
     pub fn vm_status(&self, name: &VmName) -> Result<VmStatus, HostError> {
-        match self.status_of_untold(name) {
+        // One that was taken back just now may still be among those that stand still.
+        let is_here = self.vms.has(name);
+        match self.status_of_untold(name).filter(|_| !is_here) {
             Some(status) => Ok(self.complete(status)),
             None => Ok(self.complete(self.vm(name)?.status())),
         }
@@ -306,12 +308,14 @@ impl Host {
         let certificates = self.problems_of_certificates();
         let others = self.arbiter_problem().into_iter().chain(self.problem_of_peers());
         let qemu = self.installed.obstacle();
+        let snapshots: Vec<String> = self.findings.lock().of_snapshots().collect();
         others
             .chain(certificates)
             .chain(qemu)
             .chain(self.problems_of_cards())
             .chain(self.problems_of_the_lost())
             .chain(self.problems_of_orphans())
+            .chain(snapshots)
             .chain(self.problems_of_addresses())
             .collect()
     }
@@ -338,11 +342,12 @@ impl Host {
 
     /// Everything on this host.
     pub fn status(&self) -> HostStatus {
+        // In this order: one that is taken back meanwhile is in either.
+        let mut still = self.orphans.untold();
         let known = self.vms.all();
+        still.retain(|vm| self.keeper_of(vm).is_none() && !known.contains_key(vm));
+        let still: Vec<_> = still.iter().filter_map(|vm| self.status_of_untold(vm)).collect();
         let vms = self.all_just_lost(&known).into_iter().chain(known.into_values());
-        let between = self.orphans.untold();
-        let between = between.iter().filter(|vm| self.keeper_of(vm).is_none());
-        let between = between.filter_map(|vm| self.status_of_untold(vm));
         HostStatus {
             name: self.config.name.clone(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -352,7 +357,8 @@ impl Host {
             arbiter: self.arbiter_report(),
             peers: self.known_hosts().into_keys().collect(),
             awaited: self.awaited.all(),
-            vms: vms.map(|vm| vm.status()).chain(between).map(|vm| self.complete(vm)).collect(),
+            lost: self.lost_vms(),
+            vms: vms.map(|vm| vm.status()).chain(still).map(|vm| self.complete(vm)).collect(),
         }
     }
 

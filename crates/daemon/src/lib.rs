@@ -5,6 +5,7 @@ mod arbiter_watch;
 mod arrivals;
 mod autostart;
 mod boot;
+mod bounded;
 mod bridges;
 mod closing;
 pub mod config;

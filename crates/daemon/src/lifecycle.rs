@@ -1,5 +1,6 @@
 //! Events of VMs: they come and go, end by themselves, lose or keep their protection.
 
+use crate::bounded;
 use crate::containment;
 use crate::host::{Host, PEER_TIMEOUT};
 use crate::lease::Tenure;
@@ -22,6 +23,9 @@ use understudy_threads::{spawn, within};
 /// Time that a machine that has ended may take to be taken apart: what is recorded of it goes to
 /// stable storage. A peer with an offer waits for longer.
 const FORMER_TIMEOUT: Duration = Duration::from_secs(15);
+
+/// Time for the arbiter to take it that a VM is nobody's any more.
+pub(crate) const RELEASED_WITHIN: Duration = Duration::from_secs(5);
 
 /// Has the backup, whose disks may be sound, go on with the guest that stands still, or tries the
 /// disk again in a moment.
@@ -364,14 +368,29 @@ impl Host {
     }
 
     fn forget_primary(&self, vm: &PrimaryVm, cut: bool) {
-        let name = vm.name();
-        if let Some(arbiter) = &self.arbiter {
-            if let Err(error) = arbiter.release(name, vm.generation()) {
-                warn!(vm = %name, "{error}");
-            }
-        }
+        self.release(vm);
         vm.events.record(EventKind::Stopped { cut });
-        self.vms.remove(name);
+        self.vms.remove(vm.name());
+    }
+
+    /// Gives the VM up at the arbiter, if that answers: its end is one without that, too.
+    fn release(&self, vm: &PrimaryVm) {
+        let Some(arbiter) = self.arbiter.clone() else { return };
+        let (name, generation) = (vm.name().clone(), vm.generation());
+        let release = move || {
+            // A fail point, for an arbiter whose storage hangs.
+            fail::fail_point!("release");
+            arbiter.release(&name, generation)
+        };
+        let name = vm.name();
+        let until = Instant::now() + RELEASED_WITHIN;
+        let obstacle = match bounded::by(until, format!("release-{name}"), release) {
+            Ok(Some(Ok(()))) => return,
+            Ok(Some(Err(error))) => error.to_string(),
+            Ok(None) => format!("it has not answered within {} s", RELEASED_WITHIN.as_secs()),
+            Err(error) => format!("it cannot be asked: no thread: {error}"),
+        };
+        warn!(vm = %name, "has ended, which the arbiter does not know: {obstacle}");
     }
 }
 

@@ -8,8 +8,9 @@ use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 use tracing::{info, warn};
-use understudy_protocol::VmName;
-use understudy_protocol::validity::{ImageRole, may_start};
+use understudy_protocol::autostart::Knowledge;
+use understudy_protocol::validity::{Finding, ImageRole, may_start};
+use understudy_protocol::{HostName, VmName};
 use understudy_replication::records::Record;
 
 /// Time between two looks at who has them by now.
@@ -60,13 +61,13 @@ impl Host {
         true
     }
 
-    /// Host that has, or has had, the VM since it ran here, by the arbiter's word.
+    /// Host that has, or has had, the VM since it ran here.
     fn had_since(&self, vm: &VmName) -> Option<String> {
         let owner = self.arbiter.as_ref()?.current(vm).ok()??;
         match &owner.host {
-            // It may have claimed it for a start that did not come to its end.
+            // Whoever claimed it may not have come to start it.
             Some(host) if *host == self.config.name => None,
-            Some(other) => Some(format!("host {other} has it since")),
+            Some(_) => has_since(&self.config.name, &self.inquire(vm).ok()?.knowledge()),
             None => {
                 let own = self.records.read(vm).ok()??.image;
                 let is_newer = may_start(&self.config.name, Some(&own), Some(&owner)).is_err();
@@ -97,9 +98,14 @@ impl Host {
 
     /// Problems of the host for want of them.
     pub(crate) fn problems_of_the_lost(&self) -> Vec<String> {
+        let told = |vm: VmName| format!("{vm} {}", what_to_do(&vm));
+        self.lost_vms().into_iter().map(told).collect()
+    }
+
+    /// All of them.
+    pub(crate) fn lost_vms(&self) -> Vec<VmName> {
         let lost = self.vms.look(|all| all.lost.clone());
-        let told = |vm: &VmName| Some(format!("{vm} {}", self.why_lost(vm)?));
-        lost.iter().filter_map(told).collect()
+        lost.into_iter().filter(|vm| !self.is_settled(vm)).collect()
     }
 
     /// Reason why a VM is not here that this host ran, as the end of a sentence.
@@ -121,9 +127,59 @@ impl Host {
     }
 }
 
+/// Host that has run a VM since it ran `here`, for certain.
+fn has_since(here: &HostName, known: &Knowledge) -> Option<String> {
+    match (&known.runner, &known.finding) {
+        (Some(other), _) => Some(format!("host {other} runs it")),
+        (None, Finding::Valid { host, why, .. }) if host != here => {
+            Some(format!("its valid images are on host {host}: {why}"))
+        }
+        (None, _) => None,
+    }
+}
+
 fn what_to_do(vm: &VmName) -> String {
     format!(
         "ran here when this host's daemon ended, and has not been started again: `understudy recover {vm}`; \
          `understudy vm stop {vm}` if it is not to run"
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use understudy_protocol::validity::{ArbiterWord, Evidence, ImageRecord, judge};
+    use understudy_protocol::{Generation, Ownership, literal};
+
+    /// What host a finds of a VM that ran there at generation 3, and that host b has claimed since.
+    fn found(records: &[(&'static str, ImageRole, u64)], answers: bool) -> Knowledge {
+        let record = |(host, role, generation): &(&'static str, _, _)| ImageRecord {
+            host: literal(host),
+            role: *role,
+            generation: Generation(*generation),
+            claimed_from: None,
+        };
+        let owner = Ownership { host: Some(literal("b")), generation: Generation(4) };
+        let other = || vec![literal("b")];
+        let evidence = Evidence {
+            records: records.iter().map(record).collect(),
+            without: if answers { other() } else { Vec::new() },
+            silent: if answers { Vec::new() } else { other() },
+            arbiter: ArbiterWord::Says(Some(owner)),
+        };
+        Knowledge { finding: judge(&evidence), runner: None, busy: None }
+    }
+
+    // Before, it was forgotten for good, and ran nowhere.
+    #[test]
+    fn a_vm_that_another_host_has_merely_claimed_is_still_lost() {
+        let has_since = |known| has_since(&literal("a"), &known);
+        let ours = ("a", ImageRole::Active, 3);
+        assert_eq!(has_since(found(&[ours], true)), None, "it has not run it");
+        assert_eq!(has_since(found(&[ours], false)), None, "it may have run it");
+        let ran = found(&[ours, ("b", ImageRole::Cut, 4)], true);
+        assert!(has_since(ran).unwrap().contains("host b"));
+        let runs = Knowledge { runner: Some(literal("b")), ..found(&[ours], true) };
+        assert_eq!(has_since(runs).as_deref(), Some("host b runs it"));
+    }
 }

@@ -1,7 +1,8 @@
 //! Membership: with an `etcd` arbiter, every host that lives is known to all.
 //!
 //! `PREFIX/hosts/NAME` says where the host is and how busy; it hangs on a lease,
-//! so that a host that is dead, or out of etcd's reach, vanishes by itself.
+//! so that a host that is dead, or out of etcd's reach, vanishes by itself. The lease is kept alive, which makes no revision;
+//! what is said is put anew only when it has changed: etcd keeps every revision until it is compacted.
 
 use crate::host::Host;
 use crate::survey::load_percent;
@@ -12,7 +13,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tracing::{debug, info, warn};
 use understudy_arbiter::etcd::{Etcd, Lease};
 use understudy_protocol::HostName;
@@ -21,6 +22,11 @@ use understudy_protocol::HostName;
 const INTERVAL: Duration = Duration::from_secs(2);
 /// Time for which a silent host stays a member, in seconds.
 const LEASE_SECONDS: u64 = 7;
+/// Shortest time between two reports of how busy a host is.
+const REPORT: Duration = Duration::from_secs(60);
+/// Change of the memory that is to spare, in parts of it, and of the load, in percent, that is worth a report.
+const MEMORY_PARTS: u64 = 8;
+const LOAD: u32 = 25;
 const FOLDER: &str = "/hosts/";
 
 /// Report of a host on itself.
@@ -36,6 +42,31 @@ pub struct Member {
     pub vms: u32,
     /// Its product version.
     pub version: String,
+}
+
+impl Member {
+    /// Whether this is news to who was told `told`.
+    fn is_news_after(&self, told: &Member) -> bool {
+        let least = told.free_memory / MEMORY_PARTS;
+        let same = |report: &Member| (report.addresses.clone(), report.vms, report.version.clone());
+        same(self) != same(told)
+            || self.free_memory.abs_diff(told.free_memory) > least
+            || self.load_percent.abs_diff(told.load_percent) > LOAD
+    }
+}
+
+/// Report that etcd has of this host.
+#[derive(Debug)]
+struct Told {
+    report: Member,
+    at: Instant,
+}
+
+impl Told {
+    /// Whether it stays as it is.
+    fn stays(&self, own: &Member, now: Instant) -> bool {
+        now.saturating_duration_since(self.at) < REPORT || !own.is_news_after(&self.report)
+    }
 }
 
 /// This host's membership. The thread that renews it has the lease, and gives it back.
@@ -71,6 +102,8 @@ impl Membership {
 struct Renewal<'a> {
     etcd: &'a Etcd,
     lease: Option<Lease>,
+    /// What etcd has of it.
+    told: Option<Told>,
 }
 
 impl Renewal<'_> {
@@ -78,12 +111,23 @@ impl Renewal<'_> {
     fn renew(&mut self, host: &Host) -> anyhow::Result<()> {
         let held = match self.lease {
             Some(held) if self.etcd.keep_alive(held)? => held,
-            _ => self.etcd.lease(LEASE_SECONDS)?,
+            _ => {
+                // What was put under the last one has vanished with it.
+                self.told = None;
+                self.etcd.lease(LEASE_SECONDS)?
+            }
         };
         self.lease = Some(held);
-        let name = &host.config.name;
-        self.etcd.put(&format!("{FOLDER}{name}"), &describe(host), held)?;
-        host.look_at_members(self.etcd)
+        let (own, now) = (describe(host), Instant::now());
+        if !self.told.as_ref().is_some_and(|told| told.stays(&own, now)) {
+            self.etcd.put(&format!("{FOLDER}{}", host.config.name), &own, held)?;
+            self.told = Some(Told { report: own, at: now });
+        }
+        if !host.look_at_members(self.etcd)? {
+            // Somebody has removed it.
+            self.told = None;
+        }
+        Ok(())
     }
 
     fn end(self) {
@@ -97,30 +141,36 @@ impl Renewal<'_> {
 
 /// All but this host, as etcd says.
 pub(crate) fn members(etcd: &Etcd, name: &HostName) -> anyhow::Result<BTreeMap<HostName, Member>> {
-    let mut others = BTreeMap::new();
+    let mut members = all(etcd)?;
+    members.remove(name);
+    Ok(members)
+}
+
+fn all(etcd: &Etcd) -> anyhow::Result<BTreeMap<HostName, Member>> {
+    let mut members = BTreeMap::new();
     for entry in etcd.list::<Member>(FOLDER)? {
         // What is no host's name is no host's entry.
         let Ok(host) = entry.key.trim_start_matches(FOLDER).parse::<HostName>() else {
             continue;
         };
-        if host != *name {
-            others.insert(host, entry.value);
-        }
+        members.insert(host, entry.value);
     }
-    Ok(others)
+    Ok(members)
 }
 
 impl Host {
     /// Looks for members that have joined since the last look, if there are any to be found.
     pub(crate) fn look_for_members(&self) -> anyhow::Result<()> {
         let etcd = self.arbiter.as_ref().and_then(|arbiter| arbiter.etcd());
-        etcd.map_or(Ok(()), |etcd| self.look_at_members(etcd))
+        etcd.map_or(Ok(()), |etcd| self.look_at_members(etcd).map(drop))
     }
 
-    fn look_at_members(&self, etcd: &Etcd) -> anyhow::Result<()> {
-        let others = members(etcd, &self.config.name)?;
-        self.findings.lock().members = others;
-        Ok(())
+    /// Reads which other hosts live; whether this one is among those that etcd has.
+    fn look_at_members(&self, etcd: &Etcd) -> anyhow::Result<bool> {
+        let mut members = all(etcd)?;
+        let is_there = members.remove(&self.config.name).is_some();
+        self.findings.lock().members = members;
+        Ok(is_there)
     }
 
     /// The other members, as etcd last told; none without etcd.
@@ -174,7 +224,7 @@ pub fn look_on(host: &Arc<Host>) {
 }
 
 fn run(host: &Weak<Host>, etcd: &Etcd, inbox: &Receiver<Leave>) {
-    let (mut well, mut renewal) = (true, Renewal { etcd, lease: None });
+    let (mut well, mut renewal) = (true, Renewal { etcd, lease: None, told: None });
     while let Some(host) = host.upgrade() {
         // Then it waits to leave.
         if !host.is_powering_off() {
@@ -201,5 +251,36 @@ fn describe(host: &Host) -> Member {
         load_percent: load_percent(),
         vms,
         version: env!("CARGO_PKG_VERSION").to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_news_is_not_put_again() {
+        const MIB: u64 = 1 << 20;
+        let report = Member {
+            addresses: vec!["10.0.0.1:7700".parse().unwrap()],
+            free_memory: 800 * MIB,
+            load_percent: 40,
+            vms: 2,
+            version: "1".to_owned(),
+        };
+        let busier = Member { load_percent: 90, ..report.clone() };
+        let fuller = Member { free_memory: 600 * MIB, ..report.clone() };
+        let restless = Member { free_memory: 780 * MIB, load_percent: 60, ..report.clone() };
+        let one_more = Member { vms: 3, ..report.clone() };
+        let at = Instant::now();
+        let later = at + REPORT;
+        let told = Told { report: report.clone(), at };
+        for same in [&report, &restless] {
+            assert!(told.stays(same, later), "{same:?}");
+        }
+        for news in [&busier, &fuller, &one_more] {
+            assert!(told.stays(news, at), "each change makes a revision");
+            assert!(!told.stays(news, later), "{news:?}");
+        }
     }
 }

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_machine::NotUnderstood;
 use understudy_machine::custody::{Custody, OF_RESTORE, Unfound};
-use understudy_protocol::Ownership;
+use understudy_protocol::LeaseAnswer;
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 use understudy_qemu::process::{self, has_ended};
@@ -120,15 +120,19 @@ impl Orphans {
         self.of(|former| former == Former::Other)
     }
 
-    /// Those that stand still until somebody does something about it.
+    /// Those that stand still until they are taken back, or somebody does something about it.
     fn problems(&self) -> Vec<VmName> {
-        self.of(|former| matches!(former, Former::Other | Former::Silent))
+        self.of(|former| former != Former::Keeper)
     }
 
-    /// Those that stand still, and may for long: between two keepers, left by another version, or with a custodian
-    /// that is silent.
+    /// All of them: each may stand still for long.
     pub fn untold(&self) -> Vec<VmName> {
-        self.of(|former| former != Former::Daemon)
+        self.of(|_| true)
+    }
+
+    /// Those that end with this daemon if it ends now, or may soon.
+    pub fn end_with_daemon(&self) -> Vec<VmName> {
+        self.of(|former| matches!(former, Former::Daemon | Former::Silent))
     }
 
     /// Those between two keepers.
@@ -167,10 +171,22 @@ impl Orphans {
         })
     }
 
-    /// Ends all that the last daemon had; returns when they have ended. What a keeper had is not the daemon's to end.
+    /// Nobody wants what the last daemon had any more; returns before it has ended. What a keeper had is not the daemon's
+    /// to end.
     pub fn give_up_all(&self) {
         for vm in self.of(|former| former == Former::Daemon) {
-            self.give_up(&vm);
+            self.mark_given_up(&vm);
+        }
+    }
+
+    /// Waits until all those have ended; returns those that have not by then.
+    pub fn await_given_up(&self, until: Instant) -> Vec<VmName> {
+        loop {
+            let left = self.of(|former| former == Former::Daemon);
+            if left.is_empty() || Instant::now() >= until {
+                return left;
+            }
+            thread::sleep(LOOK);
         }
     }
 
@@ -423,18 +439,13 @@ impl Host {
         let image = record.map(|record| record.image);
         let runs = image
             .is_some_and(|image| image.role == ImageRole::Active && image.generation == generation);
-        let Some(arbiter) = self.arbiter.as_ref().filter(|_| runs) else {
-            return if runs { Ok(()) } else { Err(lost("by this host's own record")) };
-        };
-        match arbiter.current(vm) {
-            Err(error) => Err(Failure::Later(error.to_string())),
-            Ok(Some(Ownership { host: Some(host), generation: current })) => {
-                match host == self.config.name && current == generation {
-                    true => Ok(()),
-                    false => Err(lost(&format!("host {host} has it in generation {current}"))),
-                }
-            }
-            Ok(_) => Err(lost("nobody has it")),
+        if !runs {
+            return Err(lost("by this host's own record"));
+        }
+        match self.ask_for_owner(vm, generation) {
+            LeaseAnswer::Own => Ok(()),
+            LeaseAnswer::Unreachable(why) => Err(Failure::Later(why)),
+            LeaseAnswer::Moved { why, .. } => Err(lost(&why)),
         }
     }
 
@@ -500,4 +511,41 @@ fn find(directory: &Path) -> anyhow::Result<Orphan> {
     let still = Duration::from_millis(estate.still_ms);
     let since = Instant::now().checked_sub(still).unwrap_or_else(Instant::now);
     Ok(Orphan { note, descriptors, custody, since })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use understudy_protocol::literal;
+
+    // Before, a daemon that was to end waited for the store, or the arbiter, of such a guest without bound, and handed over
+    // nobody meanwhile.
+    #[test]
+    fn a_guest_whose_thread_hangs_delays_the_end_of_its_daemon_by_no_more_than_the_bound() {
+        let (orphans, db, web) =
+            (Orphans::of_inventory(&Inventory::default()), literal("db"), literal("web"));
+        orphans.add(&db);
+        let _between = orphans.expect_keeper(&web);
+        orphans.give_up_all();
+        assert!(orphans.is_given_up(&db), "its thread ends it when it comes back");
+        assert!(!orphans.is_given_up(&web), "it is not the daemon's to end");
+        let until = Instant::now() + Duration::from_millis(50);
+        assert_eq!(orphans.await_given_up(until), [db.clone()]);
+        let ended = orphans.clone();
+        let thread = thread::spawn(move || ended.remove(&db));
+        assert!(orphans.await_given_up(Instant::now() + AGAIN * 60).is_empty());
+        thread.join().unwrap();
+    }
+
+    // Before, one that was to be taken back was in no status, for as long as store or arbiter were silent.
+    #[test]
+    fn whoever_stands_still_is_told_of() {
+        let orphans = Orphans::of_inventory(&Inventory::default());
+        let [db, web]: [VmName; 2] = [literal("db"), literal("web")];
+        orphans.add(&db);
+        let _between = orphans.expect_keeper(&web);
+        assert_eq!(orphans.untold(), [db.clone(), web]);
+        assert_eq!(orphans.problems(), [db.clone()]);
+        assert_eq!(orphans.end_with_daemon(), [db]);
+    }
 }

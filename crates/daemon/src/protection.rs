@@ -122,11 +122,10 @@ impl Host {
         let group = primary::Group::new(membership, &plan.peer, bounds, output);
         // Before protection can be lost again.
         let former = vm.repairer.wish();
-        let wish = Wish::alone(request);
-        vm.repairer.set_wish(Some(wish.clone()));
+        vm.repairer.set_wish(Some(Wish::alone(request)));
         self.begin_protection(vm, plan, (group, 0))
             .inspect_err(|_| vm.repairer.set_wish(former))?;
-        self.note_wish(vm.name(), Some(&wish));
+        self.note_wish(vm);
         Ok(())
     }
 
@@ -191,9 +190,8 @@ impl Host {
         vm.repairer.ended();
         self.end_protection(&vm)?;
         for vm in fellows.iter().chain([&vm]) {
-            vm.repairer.set_wish(None);
+            self.want(vm, None);
             vm.repairer.ended();
-            self.note_wish(vm.name(), None);
             vm.accept_unprotected();
             vm.events.record(EventKind::Unprotected);
         }

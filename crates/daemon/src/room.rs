@@ -62,7 +62,7 @@ impl Host {
         fail::fail_point!("room-for-any-disk", |_| Ok(None));
         let space = DiskSpace {
             used: used_by(offer),
-            full: sum(offer.disk_bytes.iter().copied()),
+            full: sum(offer.disk_bytes.iter().map(|&bytes| bytes.into())),
             free: free_in(directory)?,
         };
         self.check_space(&space, directory)?;

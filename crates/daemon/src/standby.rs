@@ -10,15 +10,14 @@ use tracing::{error, info, warn};
 use understudy_disk::{FreshMirror, Mirror};
 use understudy_link::link::Link;
 use understudy_machine::Plan;
-use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{DiskIndex, HostName, Output, VmName};
 use understudy_qemu::Role;
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::LogRole;
 use understudy_replication::backup::{self, Beside, Former, Launch, Outcome};
-use understudy_replication::handshake::{GroupOffer, Hello, Offer};
+use understudy_replication::handshake::{ExportBytes, GroupOffer, Hello, Offer};
 use understudy_replication::membership::{Member, Membership};
-use understudy_replication::resync::Groundwork;
+use understudy_replication::resync::{self, Groundwork};
 use understudy_report::events::EventKind;
 use understudy_report::{Mode, TakeoverReport};
 
@@ -32,13 +31,11 @@ pub(crate) fn begin(
 ) -> anyhow::Result<()> {
     let directory = host.vm_directory(&offer.definition.name)?;
     let name = offer.definition.name.clone();
-    let former = host.record(&name)?.map_or_else(Vec::new, |record| record.sessions);
-    let resyncs = matches!(groundwork, Groundwork::Resync(..));
+    let resync = groundwork.session().map(str::to_owned);
     let mirrors = make_mirrors(host, offer, &directory, groundwork)?;
     let definition = backup::receive_files(&link, offer, &directory, &mirrors)?;
-    if resyncs {
-        // The primary has noted what changed here: the copy can be taken up again.
-        host.records.change(&name, |record| record.sessions = former)?;
+    if let Some(session) = resync {
+        resync::note_merged(&host.records, &name, session)?;
     }
     let machine = host.launch(Plan {
         definition,
@@ -173,18 +170,15 @@ fn make_mirrors(
     match groundwork {
         Groundwork::Full(why) => {
             info!(vm = %name, "all of the disks will be copied: {why}");
-            let fresh = |(i, bytes): (usize, &u64)| {
-                FreshMirror::create(directory, DiskIndex(i as u16), *bytes).map(Mirror::Fresh)
+            let fresh = |(i, &bytes): (usize, &ExportBytes)| {
+                let mirror = FreshMirror::create(directory, DiskIndex(i as u16), bytes.into());
+                mirror.map(Mirror::Fresh)
             };
             Ok(offer.disk_bytes.iter().enumerate().map(fresh).collect::<Result<_, _>>()?)
         }
         Groundwork::Resync(disks, _) => {
             info!(vm = %name, "only what changed of the disks will be copied");
-            host.records.change(name, |record| {
-                record.image.role = ImageRole::Syncing;
-                record.image.generation = offer.generation;
-                record.sessions.clear();
-            })?;
+            host.records.note_syncing(name, offer.generation)?;
             Ok(disks)
         }
     }
@@ -200,7 +194,7 @@ fn end(
     match outcome {
         Outcome::Live { machine, wish, generation, reason, takeover } => {
             let wish = wish.map(|request| Wish { request, group: membership.group() });
-            let vm = host.new_primary(machine.clone(), generation, wish.clone());
+            let vm = host.new_primary(machine.clone(), generation, wish);
             fail::fail_point!("note-take-over");
             vm.took_over(takeover);
             let (event, meters) = (came_how(former, &reason, takeover), host.meters.of(name));
@@ -216,7 +210,7 @@ fn end(
             host.show_primary(&vm);
             host.join_cluster(&machine, generation);
             // The activation says so already; the record is where it belongs.
-            host.note_wish(name, wish.as_ref());
+            host.note_wish(&vm);
             if let Err(error) = machine.settle_tpm() {
                 error!(vm = %name, "its next start may go back to its TPM's former state: {error:#}");
             }

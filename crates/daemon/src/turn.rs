@@ -8,12 +8,13 @@
 use crate::host::Host;
 use crate::repair::Wish;
 use crate::vm::PrimaryVm;
+use anyhow::ensure;
 use std::sync::Arc;
 use understudy_protocol::{Output, PrimaryPhase};
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::LogRole;
 use understudy_qemu::{ClockBase, TickRate};
-use understudy_replication::primary::Session;
+use understudy_replication::primary::{Next, Session};
 use understudy_replication::turn::Wanted;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::{Mode, ProtectRequest};
@@ -36,19 +37,26 @@ impl Host {
             }
             None => (ClockBase::now().with_tick_rate(TickRate::of_this_host()), true),
         };
+        let qemu_build = self.recording_build(&machine)?;
         let wanted = Wanted {
             mode: wish.mode,
             disk_reads: wish.disk_reads,
             clock: clock.clone(),
-            qemu_build: machine.qemu_build(),
+            qemu_build: qemu_build.clone(),
             wish: wish.clone(),
         };
-        let next = || {
+        let next = || -> anyhow::Result<Option<Next>> {
+            if !moves {
+                return Ok(None);
+            }
             let lockstep = Lockstep { role: LogRole::Record, clock };
-            moves.then(|| self.launch_next(vm, &machine, lockstep)).transpose()
+            let next = self.launch_next(vm, &machine, lockstep)?;
+            let is_same = next.machine.qemu_build() == qemu_build;
+            ensure!(is_same, "QEMU was upgraded meanwhile: restart the daemon");
+            Ok(Some(next))
         };
         session.turn(wanted, next).map_err(|error| self.not_turned(vm, session, &error))?;
-        vm.repairer.set_wish(Some(Wish::alone(wish)));
+        self.want(vm, Some(Wish::alone(wish)));
         vm.repairer.trust_lockstep();
         vm.events.note(format!("protection goes on {}", described(request.mode)));
         if request.mode == Mode::Checkpoint {

@@ -46,10 +46,14 @@ impl Host {
             vm: keeper.vm,
             group: None,
         });
+        let still = self.orphans.end_with_daemon();
+        let still = still.into_iter().filter(|vm| !vms.iter().any(|(known, _)| known == vm));
+        let still: Vec<_> =
+            still.filter_map(|vm| Some(stands_still(self.orphans.why(&vm)?, vm))).collect();
         UpgradePlan {
             host: self.config.name.clone(),
             running,
-            vms: vms.into_iter().map(step).chain(kept).collect(),
+            vms: vms.into_iter().map(step).chain(kept).chain(still).collect(),
             peers,
         }
     }
@@ -143,6 +147,15 @@ fn release(versions: &Versions) -> Option<Release> {
     Some(Release { version, layout: versions.qemu_layout.clone().map(StateLayout::from) })
 }
 
+/// The step for a guest that the last daemon has left, and that ends with this one.
+fn stands_still(why: String, vm: VmName) -> UpgradeStep {
+    let outcome = UpgradeOutcome::NeedsPerson {
+        reason: format!("it {why}; it would be ended"),
+        remedy: format!("wait until it goes on (`understudy status {vm}`)"),
+    };
+    UpgradeStep { vm, group: None, outcome }
+}
+
 /// Facts that are known of a VM beside its status.
 struct Facts {
     comes_up_again: bool,
@@ -185,6 +198,10 @@ fn decide(status: &VmStatus, facts: &Facts, peers: &[UpgradePeer]) -> UpgradeOut
         (Role::Primary, _) if let Some(error) = still(status) => needs_person(
             format!("the guest stands still, and would not power off: {error}"),
             format!("look at `understudy status {name}`"),
+        ),
+        (Role::Primary, Protection::Degraded { reason }) if status.lapse.is_some() => needs_person(
+            format!("{reason}: it is handed over if that ends in time, and shut down if not"),
+            "wait until it is protected".to_owned(),
         ),
         (Role::Primary, Protection::Degraded { reason }) => needs_person(
             format!("it should be protected and is not, so that it would be shut down: {reason}"),

@@ -194,7 +194,7 @@ impl Capture {
 impl Frozen {
     /// Puts aside what is still to be read and is about to be overwritten.
     pub(crate) fn before_change(&self, disk: &Disk, offset: u64, len: u64) {
-        let mut state = self.lock();
+        let mut state = disk.counted(|| self.lock());
         let touched = self.wanted.touched(offset, len);
         while let Some(run) = self.unread(&state, touched.clone()) {
             if let Err(error) = self.move_aside(disk, &run) {
@@ -246,7 +246,7 @@ impl Frozen {
         match content.iter().all(|&byte| byte == 0) {
             // The file is sparse.
             true => Ok(()),
-            false => self.aside.write_all_at(&content, offset),
+            false => disk.counted(|| self.aside.write_all_at(&content, offset)),
         }
     }
 

@@ -223,3 +223,22 @@ fn a_capture_that_fails_does_not_fail_the_guests_write() {
     let mut names = fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name());
     assert_eq!((names.next(), names.next()), (Some("image".into()), None), "nothing is left");
 }
+
+/// What is put aside goes to the VM's directory: if that hung nobody knew what the guest waited for.
+#[test]
+fn a_write_that_waits_for_a_capture_waits_for_its_disk() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = disk(&dir);
+    let capture = prepare(&disk, &dir, false).take();
+    let hangs = capture.frozen.lock();
+    thread::scope(|scope| {
+        scope.spawn(|| disk.write(0, b"w").unwrap());
+        let begun = std::time::Instant::now();
+        while disk.longest_wait().is_none() {
+            assert!(begun.elapsed().as_secs() < 60, "nobody knows that it waits");
+            thread::yield_now();
+        }
+        drop(hangs);
+    });
+    assert!(disk.longest_wait().is_none());
+}

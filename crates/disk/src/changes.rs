@@ -389,11 +389,16 @@ fn doubt(file: &File, image: &Path, untold: Untold) -> io::Result<Option<String>
     file.read_exact_at(&mut written_in, BOOT_ID_AT)?;
     let restarted = written_in != boot_id()?;
     let doubted = |words: String| (untold == Untold::Doubted).then_some(words);
+    let stamp = stamp_in(file)?;
     if seal == OPEN {
+        if is_of_another(stamp, Stamp::of(image)?, restarted) {
+            let image = image.display();
+            return Ok(Some(format!("another image has taken the place of {image}")));
+        }
         let words = "the host was restarted without an orderly end of the VM";
         return Ok(doubted(words.to_owned()).filter(|_| restarted));
     }
-    let (stamp, in_time) = (stamp_in(file)?, seal == modified_at(image)?);
+    let in_time = seal == modified_at(image)?;
     let uncounted = |because: &str| {
         let image = image.display();
         let words = "nothing tells whether the block device";
@@ -408,6 +413,15 @@ fn doubt(file: &File, image: &Path, untold: Untold) -> io::Result<Option<String>
         None => false,
     };
     Ok((!same).then(|| format!("{} was changed by other means", image.display())))
+}
+
+/// Whether an open list is of another image than the one that is there. A restart gives devices other numbers.
+fn is_of_another(listed: Option<Stamp>, found: Stamp, restarted: bool) -> bool {
+    match listed {
+        Some(Stamp::Device { .. }) if restarted => matches!(found, Stamp::File { .. }),
+        Some(listed) => !listed.may_name_same(found),
+        None => true,
+    }
 }
 
 /// Nanoseconds; never [`OPEN`].

@@ -285,6 +285,27 @@ fn a_sealed_map_is_of_the_file_that_it_was_sealed_for() {
     assert!(reopen(&path, &image).is_ok());
 }
 
+/// The daemon was killed, and an operator has put an older image back: the list did not say what differs there.
+#[test]
+fn an_open_map_is_of_the_file_that_it_was_begun_for() {
+    let (_directory, image, path) = image();
+    let map = create(&path, &image);
+    map.unseal().unwrap();
+    change_by_other_means(&image);
+    assert!(reopen(&path, &image).is_ok(), "the guest's own changes are no other image");
+    let copy = image.with_extension("copy");
+    fs::copy(&image, &copy).unwrap();
+    fs::rename(&copy, &image).unwrap();
+    assert!(reopen(&path, &image).unwrap_err().contains("another image has taken the place"));
+    let of_mirror = || ChangeMap::open_of_mirror(&path, DISK_BYTES, &image).unwrap();
+    assert!(of_mirror().unwrap_err().contains("another image has taken the place"));
+    // A release that knew the time alone has made it.
+    restamp(&path, Stamp::Time);
+    assert!(reopen(&path, &image).is_ok() && of_mirror().is_ok());
+    restamp(&path, Stamp::Device { number: 1, sequence: 2, written: 3 });
+    assert!(of_mirror().is_err(), "it is no device any more");
+}
+
 /// The node of a block device says nothing of its content: a sealed map was believed whatever was mounted meanwhile.
 #[test]
 fn a_sealed_map_of_a_device_is_believed_only_if_its_writes_are_counted() {
@@ -323,6 +344,33 @@ fn a_disk_marks_before_it_changes() {
     disk.trim(6 * GRANULE_BYTES, 1).unwrap();
     disk.zero_reserved(8 * GRANULE_BYTES, 1).unwrap();
     assert_eq!(map.runs(), [2..3, 4..5, 6..7, 8..9]);
+}
+
+/// The list's directory hung, not the image's device: a guest in lockstep, or unprotected, waited for ever, and nobody
+/// was told.
+#[test]
+fn a_write_that_waits_for_its_mark_waits_for_its_disk() {
+    let (_directory, image, path) = image();
+    let map = Arc::new(create(&path, &image));
+    let rounds = rounds_of(&map);
+    let disk = Disk::open(DiskIndex(0), &image, DISK_BYTES).unwrap();
+    disk.set_changes(Some(map.clone()));
+    let calls: [&(dyn Fn() + Sync); 2] =
+        [&|| disk.write(0, b"w").unwrap(), &|| _ = disk.begin_round(rounds)];
+    for call in calls {
+        // As a round's end does that writes all of the list.
+        let hangs = map.lock();
+        std::thread::scope(|scope| {
+            scope.spawn(call);
+            let begun = std::time::Instant::now();
+            while disk.longest_wait().is_none() {
+                assert!(begun.elapsed().as_secs() < 60, "nobody knows that it waits");
+                std::thread::yield_now();
+            }
+            drop(hangs);
+        });
+        assert!(disk.longest_wait().is_none());
+    }
 }
 
 proptest! {

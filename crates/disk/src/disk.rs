@@ -3,6 +3,7 @@
 mod medium;
 mod ordered;
 mod outcomes;
+mod place;
 mod settings;
 mod snapshot;
 
@@ -22,6 +23,7 @@ use nix::errno::Errno;
 use nix::unistd::gettid;
 pub(crate) use ordered::Ordered;
 pub use outcomes::GuestWrites;
+pub use place::FileId;
 use settings::Settings;
 use std::fmt;
 use std::io;
@@ -165,9 +167,15 @@ impl Disk {
         self.server_thread.store(gettid().as_raw(), Ordering::Relaxed);
     }
 
-    /// The call of the system that has waited longest for this disk's device, and for how long.
+    /// The call that has waited longest for this disk's device, or for that where its changes are noted and put aside,
+    /// and for how long.
     pub fn longest_wait(&self) -> Option<(WaitId, Duration)> {
         self.image.longest_wait()
+    }
+
+    /// Makes a call that may wait for the VM's directory, which the guest's writes wait for then.
+    pub(crate) fn counted<T>(&self, call: impl FnOnce() -> T) -> T {
+        self.image.counted(call)
     }
 
     /// Whether the guest waits for this disk.
@@ -211,6 +219,12 @@ impl Disk {
     /// Whether a sync of the image has failed: what was written before it may be lost.
     pub fn has_lost_writes(&self) -> bool {
         self.image.has_failed()
+    }
+
+    /// Whether a write that failed with this will fail for ever: the image, which grows in its export,
+    /// has come to the end of its device.
+    pub fn is_outgrown(&self, error: &io::Error) -> bool {
+        self.image.is_outgrown(error)
     }
 
     /// First error of a request, if there was any; QEMU may keep it from the guest.
@@ -261,7 +275,7 @@ impl Disk {
         // Under the lock, nobody is between mark and sink.
         let order = self.lock_order();
         if let Some(changes) = self.changes() {
-            changes.begin_round(rounds);
+            self.counted(|| changes.begin_round(rounds));
         }
         order.guest_writes
     }

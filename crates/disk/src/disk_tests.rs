@@ -348,3 +348,20 @@ fn a_proof_that_a_disk_can_be_written_changes_nothing_and_tells_nobody() {
     let path = image(&dir, b"medium");
     Disk::open_medium(DiskIndex(0), &path).unwrap().prove_writable().unwrap();
 }
+
+#[test]
+fn an_image_outgrows_its_device_and_no_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("device.img");
+    std::fs::write(&file, vec![0; 1 << 20]).unwrap();
+    let device = crate::loop_device::LoopDevice::on(&file);
+    let disk = Disk::open(DiskIndex(0), device.path(), 2 << 20).unwrap();
+    disk.write(0, b"fits").unwrap();
+    // What reads as zeroes needs no room.
+    disk.zero((1 << 20) + 4096, 4096).unwrap();
+    let error = disk.write(1 << 20, b"does not").unwrap_err();
+    assert!(disk.is_outgrown(&error), "{error}");
+    assert!(!disk.is_outgrown(&Errno::EIO.into()));
+    let other = Disk::create(DiskIndex(0), &dir.path().join("file.img"), 2 << 20).unwrap();
+    assert!(!other.is_outgrown(&error), "its file system may have room again");
+}

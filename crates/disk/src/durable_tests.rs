@@ -1,7 +1,7 @@
 use super::*;
 use crate::disk::Disk;
 use crate::mirror::mirror_path;
-use crate::{ChangeMap, FreshMirror, Rounds};
+use crate::{ChangeMap, FreshMirror, Mirror, Rounds, Synced};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -151,6 +151,34 @@ fn a_mirror_that_cannot_be_synced_is_not_whole() {
     assert!(is_eio(failed));
     assert!(mirror.complete().is_err());
     assert!(!mirror_path(directory.path(), DiskIndex(0)).exists(), "it has not got its name");
+}
+
+/// Each took the place of a former one by itself: with the next one's failure a mixture was left, for which the former
+/// ones' record vouched.
+#[test]
+fn all_former_mirrors_stay_if_one_cannot_be_synced() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |index| mirror_path(directory.path(), DiskIndex(index));
+    let mirrors = || {
+        let create = |index| FreshMirror::create(directory.path(), DiskIndex(index), MIB).unwrap();
+        [create(0), create(1)]
+    };
+    let synced = |mirrors: [FreshMirror; 2]| {
+        let mut told = 0;
+        Synced::of(mirrors.map(Mirror::Fresh).into(), || told += 1).inspect(|_| assert_eq!(told, 2))
+    };
+    std::fs::write(path(0), b"the former mirror").unwrap();
+    let failing = mirrors();
+    let failed = failing[1].disk().image().file().sync_with(|_| Err(Errno::EIO.into()));
+    assert!(is_eio(failed));
+    assert!(synced(failing).is_err());
+    assert_eq!(std::fs::read(path(0)).unwrap(), b"the former mirror");
+    assert!(!path(1).exists());
+    let synced = synced(mirrors()).unwrap();
+    assert_eq!(std::fs::read(path(0)).unwrap(), b"the former mirror");
+    assert!(synced.are_fresh());
+    synced.take_names().unwrap();
+    assert_eq!([0, 1].map(|index| std::fs::metadata(path(index)).unwrap().len()), [MIB; 2]);
 }
 
 /// A mount leaves no trace at the device's node, whose time was looked at.

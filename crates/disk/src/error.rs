@@ -57,6 +57,15 @@ pub enum DiskError {
         /// The disk's.
         wanted: u64,
     },
+    /// Another file has taken its name.
+    #[error(
+        "another file is at {path} than the disk image that the guest has: put that one back, or stop the VM and start it \
+         again with the other"
+    )]
+    Replaced {
+        /// The path.
+        path: PathBuf,
+    },
     /// A restore of it did not come to its end.
     #[error(
         "disk image {path} is being restored from a snapshot, and not all of it is there: try again \

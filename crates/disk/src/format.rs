@@ -56,7 +56,7 @@ impl fmt::Display for ImageFormat {
 /// not be mirrored), `qemu-img` missing or unable to read the image.
 pub fn export_bytes(path: impl AsRef<Path>, format: ImageFormat) -> Result<u64, DiskError> {
     let path = path.as_ref();
-    let file_bytes = file_bytes(path)?;
+    let file_bytes = image_bytes(path)?;
     match format {
         ImageFormat::Raw => Ok(file_bytes.next_multiple_of(SECTOR_BYTES)),
         ImageFormat::Qcow2 => qcow2_bytes(path, file_bytes),
@@ -115,7 +115,11 @@ fn open_image(path: &Path) -> Result<File, DiskError> {
     Ok(file)
 }
 
-fn file_bytes(path: &Path) -> Result<u64, DiskError> {
+/// Bytes that the image at `path` has: of a file its length, of a block device its size.
+///
+/// # Errors
+/// A missing or unreadable image.
+pub fn image_bytes(path: &Path) -> Result<u64, DiskError> {
     let mut file = open_image(path)?;
     // Not the metadata's length, which is 0 for a block device.
     file.seek(SeekFrom::End(0)).map_err(DiskError::io("examine", path))
@@ -194,6 +198,21 @@ fn qemu_img(action: &'static str, path: &Path, options: &[&str]) -> Result<Value
 mod tests {
     use super::*;
     use std::fs;
+
+    // The metadata of a device say 0.
+    #[test]
+    fn an_image_has_the_bytes_of_its_device() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("db.img");
+        fs::write(&file, vec![7; 3 << 20]).unwrap();
+        assert_eq!(image_bytes(&file).unwrap(), 3 << 20);
+        let device = crate::loop_device::LoopDevice::on(&file);
+        assert_eq!(image_bytes(device.path()).unwrap(), 3 << 20);
+        assert!(matches!(
+            image_bytes(&directory.path().join("no")),
+            Err(DiskError::Missing { .. })
+        ));
+    }
 
     #[test]
     fn a_declared_format_must_be_that_of_the_content() {

@@ -130,12 +130,22 @@ impl Image {
         Ok(Image { file, is_device, is_shared: false, waits: Waits::default() })
     }
 
+    /// What the file system says of it.
+    pub(crate) fn metadata(&self) -> io::Result<Metadata> {
+        self.file.metadata()
+    }
+
     /// Present length in bytes.
     pub(crate) fn len(&self) -> io::Result<u64> {
         if self.is_device {
             return self.file.end();
         }
         Ok(self.file.metadata()?.len())
+    }
+
+    /// Whether a write failed with this as the image lies on a device that has no room for it.
+    pub(crate) fn is_outgrown(&self, error: &io::Error) -> bool {
+        self.is_device && error.kind() == io::ErrorKind::StorageFull
     }
 
     /// Fills the buffer; what lies beyond the end of the file is zero.
@@ -289,6 +299,12 @@ impl Image {
     #[cfg(test)]
     pub(crate) fn file(&self) -> &Durable {
         &self.file
+    }
+
+    /// Makes a call that a change of the image waits for, though not for its own device; it counts as if it did.
+    pub(crate) fn counted<T>(&self, call: impl FnOnce() -> T) -> T {
+        let _wait = self.waits.begin();
+        call()
     }
 
     /// The call that has waited longest for the device, and for how long.

@@ -36,6 +36,8 @@ mod flusher;
 mod format;
 mod image;
 mod lent;
+#[cfg(test)]
+mod loop_device;
 mod mark;
 mod mirror;
 mod nbd;
@@ -49,13 +51,14 @@ pub use absent::Fetcher;
 pub use blocks::{BLOCK_BYTES, BlockSet};
 pub use capture::{Capture, ChangesTaken, PreparedCapture};
 pub use changes::{ChangeMap, GRANULE_BYTES, Rounds};
-pub use disk::{Disk, GuestWrites, WriteSink};
+pub use disk::{Disk, FileId, GuestWrites, WriteSink};
 pub use durable::Durable;
 pub use error::DiskError;
-pub use format::{ImageFormat, check_format, export_bytes, export_bytes_as_listed};
+pub use format::{ImageFormat, check_format, export_bytes, export_bytes_as_listed, image_bytes};
 pub use mark::{absent_blocks, incomplete_mark};
 pub use mirror::{
-    COPY_CHUNK_BYTES, FreshMirror, Mirror, changes_path, copy_changed, copy_out, mirror_path,
+    COPY_CHUNK_BYTES, FreshMirror, Mirror, Synced, changes_path, copy_changed, copy_out,
+    mirror_path,
 };
 pub use nbd::{AwaitedRead, NbdServer, Traffic};
 pub use reads::{ReadFollower, ReadRecorder, ReadSink, Reads, Span};

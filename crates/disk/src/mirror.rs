@@ -52,8 +52,12 @@ impl FreshMirror {
 
     /// Declares the mirror whole: syncs it (which may take seconds) and gives it its name,
     /// in place of a former mirror. The disk stays open; its path changes.
-    pub fn complete(mut self) -> Result<Arc<Disk>, DiskError> {
-        self.disk.sync().map_err(DiskError::io("sync", self.disk.path()))?;
+    pub fn complete(self) -> Result<Arc<Disk>, DiskError> {
+        sync(&self.disk)?;
+        self.take_name()
+    }
+
+    fn take_name(mut self) -> Result<Arc<Disk>, DiskError> {
         self.disk.move_to(&self.target).map_err(DiskError::io("rename", self.disk.path()))?;
         self.completed = true;
         let dir = self.target.parent().expect("the name was joined to a directory");
@@ -74,6 +78,10 @@ impl Drop for FreshMirror {
             tracing::warn!(path = %path.display(), %error, "cannot remove an unfinished mirror");
         }
     }
+}
+
+fn sync(disk: &Disk) -> Result<(), DiskError> {
+    disk.sync().map_err(DiskError::io("sync", disk.path()))
 }
 
 /// Path where a host keeps what it changed of a disk since its last full copy.
@@ -107,13 +115,38 @@ impl Mirror {
             Mirror::Resynced(disk) => disk.path(),
         }
     }
+}
 
-    /// Declares the mirror whole; it is on stable storage then.
-    pub fn complete(self) -> Result<(), DiskError> {
-        match self {
-            Mirror::Fresh(mirror) => mirror.complete().map(drop),
-            Mirror::Resynced(disk) => disk.sync().map_err(DiskError::io("sync", disk.path())),
+/// The mirrors of all disks of a VM, whole and on stable storage; former ones still bear the names of those that are new.
+#[derive(Debug)]
+pub struct Synced(Vec<Mirror>);
+
+impl Synced {
+    /// Declares the mirrors whole, and syncs one after the other; `next` is called before each.
+    ///
+    /// # Errors
+    /// One cannot be synced: all former mirrors stay.
+    pub fn of(mirrors: Vec<Mirror>, mut next: impl FnMut()) -> Result<Synced, DiskError> {
+        for mirror in &mirrors {
+            next();
+            sync(mirror.disk())?;
         }
+        Ok(Synced(mirrors))
+    }
+
+    /// Whether some take the place of former ones.
+    pub fn are_fresh(&self) -> bool {
+        self.0.iter().any(|mirror| matches!(mirror, Mirror::Fresh(_)))
+    }
+
+    /// Gives the new ones their names, one after the other: what was said of the former ones must not count any more.
+    pub fn take_names(self) -> Result<(), DiskError> {
+        for mirror in self.0 {
+            if let Mirror::Fresh(mirror) = mirror {
+                mirror.take_name()?;
+            }
+        }
+        Ok(())
     }
 }
 

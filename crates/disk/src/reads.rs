@@ -45,6 +45,14 @@ pub struct Span {
     pub length: u32,
 }
 
+impl Span {
+    /// Whether they have a byte in common.
+    pub(crate) fn overlaps(self, other: Span) -> bool {
+        let end = |span: Span| span.offset.saturating_add(span.length.into());
+        self.offset < end(other) && other.offset < end(self)
+    }
+}
+
 /// Choice of what is done about the guest's reads.
 #[derive(Clone, Default)]
 pub enum Reads {

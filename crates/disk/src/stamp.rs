@@ -44,6 +44,20 @@ impl Stamp {
         })
     }
 
+    /// Whether nothing in both says that they are of two images: what was written to it is not looked at.
+    pub fn may_name_same(self, other: Stamp) -> bool {
+        match (self, other) {
+            (Stamp::Time, _) | (_, Stamp::Time) => true,
+            (Stamp::File { inode }, Stamp::File { inode: other }) => inode == other,
+            (Stamp::File { .. }, _) | (_, Stamp::File { .. }) => false,
+            (Stamp::Uncounted, _) | (_, Stamp::Uncounted) => true,
+            (
+                Stamp::Device { number, sequence, .. },
+                Stamp::Device { number: other, sequence: others, .. },
+            ) => (number, sequence) == (other, others),
+        }
+    }
+
     pub fn encode(self) -> [u8; BYTES] {
         let words = match self {
             Stamp::Time => [0; 4],
@@ -118,6 +132,19 @@ mod tests {
             assert_eq!(Stamp::decode(&stamp.encode()), Some(stamp));
         }
         assert_eq!(Stamp::decode(&[4; BYTES]), None);
+    }
+
+    #[test]
+    fn a_stamp_names_its_image_whatever_was_written_to_it() {
+        let device = |sequence, written| Stamp::Device { number: 0x700, sequence, written };
+        assert!(device(9, 1).may_name_same(device(9, 2)));
+        assert!(!device(9, 1).may_name_same(device(10, 1)), "another one that bears its number");
+        let file = Stamp::File { inode: 7 };
+        assert!(file.may_name_same(file) && !file.may_name_same(Stamp::File { inode: 8 }));
+        assert!(!file.may_name_same(Stamp::Uncounted) && !device(9, 1).may_name_same(file));
+        for untold in [Stamp::Time, Stamp::Uncounted] {
+            assert!(untold.may_name_same(device(9, 1)) && device(9, 1).may_name_same(untold));
+        }
     }
 
     #[test]

@@ -11,6 +11,7 @@ const SYNC_LIMIT: Duration = Duration::from_secs(300);
 
 /// Whether a backup follows that could not take over at this moment, or is slow: its proof or an epoch is
 /// late, on a machine whose disk stands still for seconds. Nothing of it is lost, and it is a backup again by itself.
+/// So is one of which its daemon does not know at the moment, since a keeper took longer for an answer than it waits.
 pub fn is_followed(status: &Value) -> bool {
     status["protection"]["reason"].as_str().is_some_and(tells_of_a_follower)
 }
@@ -18,7 +19,8 @@ pub fn is_followed(status: &Value) -> bool {
 /// Whether the reason why a VM is not protected is just that ([`is_followed`]).
 pub fn tells_of_a_follower(reason: &str) -> bool {
     let lapses = ["could not take over now", "output has waited for it"];
-    lapses.iter().any(|lapse| reason.contains(&format!("follows, and {lapse}")))
+    let lapsed = lapses.iter().any(|lapse| reason.contains(&format!("follows, and {lapse}")));
+    lapsed || reason.contains("what becomes of it is not known")
 }
 
 impl HostProcess {

@@ -251,9 +251,10 @@ impl Scene {
 
     /// The image of one of the VM's disks on a host.
     pub fn disk(&self, host: &str, index: usize) -> Result<PathBuf> {
-        let status = self.status(host)?;
-        let path = status["disks"][index]["path"].as_str();
-        path.map(PathBuf::from).with_context(|| format!("host {host} has no disk {index}"))
+        // A keeper that took long for its answer is asked again: what its daemon says for it has no disks.
+        wait_for(&format!("host {host} to name its disk {index}"), TAKE_OVER_LIMIT, || {
+            Ok(self.status(host)?["disks"][index]["path"].as_str().map(PathBuf::from))
+        })
     }
 
     /// The socket of the guest's serial console, on the host that runs it.

@@ -58,6 +58,13 @@ impl Batcher {
         self.last
     }
 
+    /// The rest of a log that ends there, which all that was read behind the last batch must be:
+    /// output that waits for it would leave, and writes be forgotten, whose log the backup never gets.
+    pub fn end_of_log(&self, rest: Vec<u8>, ends: LogPosition) -> Result<LogEnd, NotTheEnd> {
+        let read = self.end + rest.len();
+        if read == ends { Ok(LogEnd(rest)) } else { Err(NotTheEnd { read, ends }) }
+    }
+
     /// The backup has this batch and all before it.
     pub fn acknowledged(&mut self, batch: Epoch) {
         while let Some(&(number, end)) = self.in_flight.front() {
@@ -68,6 +75,30 @@ impl Batcher {
             self.in_flight.pop_front();
         }
     }
+}
+
+/// The last of a log that has ended, in no batch yet: nothing of it is left in QEMU or on the way.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LogEnd(Vec<u8>);
+
+impl LogEnd {
+    /// The log that it is.
+    pub fn log(&self) -> &[u8] {
+        &self.0
+    }
+
+    /// The same, given away.
+    pub fn into_log(self) -> Vec<u8> {
+        self.0
+    }
+}
+
+/// Log that was read up to `read`, and ends elsewhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the log was read up to {read}, and ends at {ends}")]
+pub struct NotTheEnd {
+    read: LogPosition,
+    ends: LogPosition,
 }
 
 #[cfg(test)]
@@ -84,5 +115,16 @@ mod tests {
         assert_eq!(batcher.room(), 30);
         batcher.acknowledged(Epoch(3));
         assert_eq!((batcher.room(), batcher.end()), (100, LogPosition(130)));
+    }
+
+    #[test]
+    fn a_log_ends_with_all_of_it_or_not_at_all() {
+        let mut batcher = Batcher::new(Epoch(1), 100);
+        batcher.cut(60);
+        let ends = |bytes: usize| batcher.end_of_log(vec![7; bytes], LogPosition(70));
+        assert_eq!(ends(10).unwrap().into_log(), vec![7; 10]);
+        for short_or_long in [0, 9, 11] {
+            assert!(ends(short_or_long).is_err(), "{short_or_long}");
+        }
     }
 }

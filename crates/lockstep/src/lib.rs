@@ -30,7 +30,7 @@ mod reads;
 mod watchdog;
 mod writes;
 
-pub use batch::Batcher;
+pub use batch::{Batcher, LogEnd, NotTheEnd};
 pub use comparison::{
     BadComparison, CHECKSUM_BYTES, Comparison, EXTENT_BYTES, Finding, Findings, MOST_SPOTS, Place,
     Reading, Spot,

@@ -27,7 +27,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-use understudy_disk::{Disk, NbdServer};
+use understudy_disk::{Disk, DiskError, FileId, NbdServer};
 use understudy_memory::agent::AgentLink;
 use understudy_memory::{GuestRam, MemoryError, ProcessMemory, RamBlock};
 use understudy_network::Port;
@@ -65,6 +65,9 @@ pub struct MachineNote {
     /// The bytes that each disk is shown with; none by a release that found them out again.
     #[serde(default)]
     disk_bytes: Vec<u64>,
+    /// The file that is each disk's image; none by a release that went by the path alone.
+    #[serde(default)]
+    disk_files: Vec<FileId>,
 }
 
 impl MachineNote {
@@ -72,6 +75,11 @@ impl MachineNote {
     pub fn disk_bytes(&self) -> Option<&[u64]> {
         let are_all = self.disk_bytes.len() == self.definition.disks.len();
         are_all.then_some(&self.disk_bytes[..])
+    }
+
+    /// Refuses disks that are not those that QEMU has.
+    fn check_files(&self, disks: &[Arc<Disk>]) -> Result<(), DiskError> {
+        disks.iter().zip(&self.disk_files).try_for_each(|(disk, file)| disk.check_file(*file))
     }
 }
 
@@ -145,6 +153,7 @@ impl Machine {
             descriptors.extend(guest.context("QEMU has left one of its cards")?);
             descriptors.push(port.duplicate_tap()?);
         }
+        let disks = self.disks();
         let block = |block: &RamBlock| BlockNote {
             name: block.name().to_owned(),
             address: block.address_in_qemu(),
@@ -163,7 +172,8 @@ impl Machine {
             blocks: self.blocks.iter().map(block).collect(),
             pause_obstacle: self.pause_obstacle().map(str::to_owned),
             keeps_taps: true,
-            disk_bytes: self.disks().iter().map(|disk| disk.export_bytes()).collect(),
+            disk_bytes: disks.iter().map(|disk| disk.export_bytes()).collect(),
+            disk_files: disks.iter().map(|disk| disk.file_id()).collect::<Result<_, _>>()?,
         };
         Ok((note, descriptors))
     }
@@ -172,6 +182,7 @@ impl Machine {
     /// error leaves it as it was.
     pub fn adopt(adoption: Adoption<'_>) -> anyhow::Result<Machine> {
         let Adoption { note, descriptors, run_dir, limits, disks, on_event } = adoption;
+        note.check_files(&disks)?;
         let mut descriptors = Descriptors::of(note, descriptors)?;
         let pidfd = descriptors.next()?;
         let ram = Arc::new(GuestRam::adopt(descriptors.next()?)?);

@@ -136,7 +136,7 @@ fn checkpoints(port: &Port, qemu: &OwnedFd) {
             port.drain_and_barrier(Epoch(epoch + 1));
             drains.push(start.elapsed());
             let start = Instant::now();
-            port.release_through(Epoch(epoch), Instant::now());
+            port.release_through(Epoch(epoch), boot_time());
             releases.push(start.elapsed());
         }
         assert_eq!(port.counters().frames_out - first, frames * CHECKPOINTS);
@@ -163,7 +163,7 @@ fn release(port: &Port, qemu: &OwnedFd) {
     let epoch = 2 * CHECKPOINTS + 1;
     assert_eq!(port.drain_and_barrier(Epoch(epoch + 1)), frames);
     let start = Stopwatch::start();
-    port.release_through(Epoch(epoch), Instant::now());
+    port.release_through(Epoch(epoch), boot_time());
     start.report("release of 20000 held frames", frames as u64);
     port.open_gate();
 }

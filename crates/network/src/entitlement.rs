@@ -1,10 +1,9 @@
 //! The time until which released frames may be written: a host that stood still may have
-//! lost the VM meanwhile.
+//! lost the VM meanwhile. Times are of [`boot_time`](crate::boot_time): a host that slept stood still, too.
 
 use crate::buffer::Gate;
 use crate::outbound::Outbound;
-use std::time::Instant;
-use understudy_protocol::STALL;
+use understudy_protocol::{STALL, Time};
 
 /// The time until which frames may be written.
 #[derive(Clone, Copy)]
@@ -12,9 +11,9 @@ pub(crate) enum Entitlement {
     /// Frames may be written for good: the sole owner needs no fresh word.
     Forever,
     /// Frames may be written for [`STALL`] after this, and after each frame in turn.
-    Fresh(Instant),
+    Fresh(Time),
     /// Frames may be written until then.
-    Until(Instant),
+    Until(Time),
 }
 
 impl Entitlement {
@@ -33,10 +32,10 @@ impl Entitlement {
     /// Whether a frame may be written at `now`, just before it is. While the word is fresh it
     /// stays so from frame to frame: from this check to the next, not from the end of the
     /// write, for a host that is stopped in a write comes out of it much later.
-    pub fn lasts(&mut self, now: Instant) -> bool {
+    pub fn lasts(&mut self, now: Time) -> bool {
         match self {
             Entitlement::Forever => true,
-            Entitlement::Fresh(at) if now.saturating_duration_since(*at) > STALL => false,
+            Entitlement::Fresh(at) if now - *at > STALL => false,
             Entitlement::Fresh(at) => {
                 *at = now.max(*at);
                 true
@@ -53,7 +52,7 @@ mod tests {
 
     #[test]
     fn a_fresh_word_lasts_while_frames_follow_each_other() {
-        let start = Instant::now();
+        let start = Time::default();
         let mut entitled = Entitlement::Fresh(start);
         for n in 1..10 {
             assert!(entitled.lasts(start + n * STALL));
@@ -62,7 +61,7 @@ mod tests {
 
     #[test]
     fn a_host_that_was_stopped_in_a_write_sends_nothing_after_it() {
-        let start = Instant::now();
+        let start = Time::default();
         let mut entitled = Entitlement::Fresh(start);
         assert!(entitled.lasts(start));
         let resumed = start + STALL + Duration::from_millis(1);
@@ -72,9 +71,9 @@ mod tests {
 
     #[test]
     fn a_permit_ends_when_it_says() {
-        let end = Instant::now();
+        let end = Time(Duration::from_secs(9));
         let mut entitled = Entitlement::Until(end);
-        assert!(entitled.lasts(end - Duration::from_millis(1)));
+        assert!(entitled.lasts(Time(Duration::from_millis(8_999))));
         assert!(!entitled.lasts(end));
     }
 }

@@ -7,9 +7,8 @@ use std::io;
 pub enum NetworkError {
     /// The bridge of the card's definition is missing.
     #[error(
-        "bridge {bridge} does not exist on this host: create it with \
-         \"ip link add {bridge} type bridge\" and \"ip link set {bridge} up\", \
-         or name another bridge"
+        "bridge {bridge} does not exist on this host: make it with the host's network configuration, the uplink as a port of it, so that it is there after a \
+         reboot, in the same segment as on the other hosts; or name another bridge"
     )]
     NoBridge {
         /// The bridge's name as configured.

@@ -4,7 +4,7 @@ use crate::buffer::{FrameBatch, OutputBuffer, Pushed};
 use crate::control::{Control, HeaderLength};
 use crate::fabric::{Fabric, marked};
 use crate::header::Offloads;
-use crate::limit::Limit;
+use crate::limit::{Limit, boot_time};
 use crate::messages::{self, Inbox, Message, READ_AT_ONCE};
 use crate::next::FrameFormat;
 use crate::note::CardNote;
@@ -14,7 +14,7 @@ use nix::errno::Errno;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::Instant;
+use understudy_protocol::Time;
 
 /// Callback, called with a copy of each frame from the bridge that QEMU was given, its header
 /// before it. Runs on the port's thread: it must not wait.
@@ -58,9 +58,9 @@ pub(crate) struct Outbound {
     /// The reason why the last connection ended.
     pub ended: Option<String>,
     /// Time at which it was known last that output may go.
-    pub entitled: Instant,
+    pub entitled: Time,
     /// Time until which output may go that is not held.
-    pub permitted_until: Instant,
+    pub permitted_until: Time,
     /// Time until which anything may go.
     pub limit: Limit,
     /// Frames that were longer than any can be.
@@ -68,7 +68,7 @@ pub(crate) struct Outbound {
     /// Bytes of the guest's frames, headers of ours included.
     pub bytes_sent: u64,
     /// Time since which the first waiting frame of the newest epoch with any has waited.
-    waits_since: Option<Instant>,
+    waits_since: Option<Time>,
 }
 
 /// The result of one reading of QEMU's socket.
@@ -98,8 +98,8 @@ impl Outbound {
             fabric: None,
             sink: None,
             ended: None,
-            entitled: Instant::now(),
-            permitted_until: Instant::now(),
+            entitled: boot_time(),
+            permitted_until: boot_time(),
             limit: Limit::default(),
             too_long: 0,
             bytes_sent: 0,
@@ -217,7 +217,7 @@ impl Outbound {
                     self.bytes_sent += packet.len() as u64;
                     if push(&mut self.buffer, self.fabric.as_deref(), self.seat.as_ref(), packet) {
                         received.first_held = true;
-                        self.waits_since = Some(Instant::now());
+                        self.waits_since = Some(boot_time());
                     }
                 }
                 Message::TooLong => self.too_long += 1,
@@ -253,7 +253,7 @@ impl Outbound {
     pub fn push_message(&mut self, message: &[u8]) -> bool {
         let first_held = self.buffer.push_always(&marked(&[message])) == Pushed::FirstHeld;
         if first_held {
-            self.waits_since = Some(Instant::now());
+            self.waits_since = Some(boot_time());
         }
         first_held
     }
@@ -261,13 +261,13 @@ impl Outbound {
     /// Takes back frames that were not written; see [`OutputBuffer::take_back`].
     pub fn take_back(&mut self, batch: FrameBatch, written: usize) {
         if !self.buffer.holds_current() {
-            self.waits_since = Some(Instant::now());
+            self.waits_since = Some(boot_time());
         }
         self.buffer.take_back(batch, written);
     }
 
     /// The time since which output of the epoch that runs waits, if any does.
-    pub fn waits_since(&self) -> Option<Instant> {
+    pub fn waits_since(&self) -> Option<Time> {
         self.waits_since.filter(|_| self.buffer.holds_current())
     }
 

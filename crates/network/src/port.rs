@@ -26,7 +26,7 @@ use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use tracing::warn;
-use understudy_protocol::{CardIndex, Epoch};
+use understudy_protocol::{CardIndex, Epoch, Time};
 use understudy_threads::spawn;
 
 /// Room in the socket to QEMU; beyond it frames wait in the tap.
@@ -389,7 +389,7 @@ impl Port {
     }
 
     /// The time since which a frame of the epoch that runs has waited for its commit, if any does.
-    pub fn waits_since(&self) -> Option<Instant> {
+    pub fn waits_since(&self) -> Option<Time> {
         self.shared.outbound().waits_since()
     }
 

@@ -17,7 +17,6 @@ use crate::tap::Tap;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
-use std::time::Instant;
 use understudy_threads::{Mutex, MutexGuard};
 
 /// Callback, called when the first frame of an epoch begins to wait: a checkpoint now
@@ -184,7 +183,7 @@ impl Shared {
     ) -> usize {
         let (mut frames, mut refused, mut carried, mut bytes) = (0, 0, 0, 0);
         for packet in batch.frames().iter() {
-            if !entitled.lasts(Instant::now()) || limit.is_over(boot_time) {
+            if !entitled.lasts(boot_time()) || limit.is_over(boot_time) {
                 break;
             }
             if let Some(message) = message(packet) {

@@ -5,7 +5,6 @@
 mod support;
 
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
 use support::*;
 use understudy_network::*;
 use understudy_protocol::{CardIndex, Epoch};
@@ -104,7 +103,7 @@ fn what_is_for_a_member_waits_for_its_commit() {
         one.drain_and_barrier(Epoch(2));
         *fabric.colour.lock().unwrap() = 2;
         assert_eq!(one.waits_since(), None, "epoch 2 has no output");
-        let before = Instant::now();
+        let before = boot_time();
         one.push_message(&[2]);
         assert!(one.waits_since() >= Some(before), "it waits like a frame");
         say(&mut qemu1, TWO, "of epoch 2");

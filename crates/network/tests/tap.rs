@@ -4,6 +4,7 @@ mod support;
 
 use std::os::fd::AsFd;
 use std::thread;
+use std::time::Duration;
 use support::*;
 use understudy_network::*;
 
@@ -30,10 +31,11 @@ fn a_name_is_free_again_once_nothing_has_a_copy_of_the_tap() {
         // As a program has that another thread starts.
         let copy = first.as_fd().try_clone_to_owned().unwrap();
         drop(first);
+        assert!(ip("link show").contains("card0"));
         thread::scope(|scope| {
-            scope.spawn(|| {
-                // Once only: a busy machine takes its time for it, and the name is not waited for so long.
-                assert!(ip("link show").contains("card0"));
+            // Well within the second for which the name is waited for.
+            scope.spawn(move || {
+                thread::sleep(Duration::from_millis(50));
                 drop(copy);
             });
             Tap::open("card0", "br0", GUEST).unwrap();

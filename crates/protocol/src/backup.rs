@@ -29,6 +29,9 @@ pub enum BackupEvent {
     StandDown,
     /// The reason why this copy could not be started just now; none if it could.
     Fitness(Option<String>),
+    /// This copy has proved to be another than the primary's: it must not be started any more. Why, and
+    /// where that is shown, comes with [`BackupEvent::CannotServe`].
+    Doomed,
     /// This copy cannot be started any more.
     CannotServe(String),
     /// This copy, which has won the VM, is about to be started, if it still may.
@@ -109,6 +112,8 @@ pub struct Backup {
     starts: bool,
     /// Whether it could not be started just now.
     unfit: bool,
+    /// Whether it may not be started at all, whatever comes.
+    doomed: bool,
     /// Why what was won cannot be started at all.
     useless: Option<String>,
 }
@@ -129,6 +134,7 @@ impl Backup {
             won: now,
             starts: false,
             unfit: false,
+            doomed: false,
             useless: None,
         }
     }
@@ -155,7 +161,7 @@ impl Backup {
 
     /// Whether [`BackupEvent::Starts`] would let the guest run.
     pub fn may_start(&self) -> bool {
-        self.phase == BackupPhase::Live || planted!(StartWhatWasReturned)
+        (self.phase == BackupPhase::Live && !self.doomed) || planted!(StartWhatWasReturned)
     }
 
     /// Whether the guest may run here: from [`BackupEvent::Starts`] on.
@@ -189,6 +195,7 @@ impl Backup {
                 self.primary_lost(now, "the primary asked for it".to_owned(), actions);
             }
             BackupEvent::StandDown => self.stand_down(actions),
+            BackupEvent::Doomed => self.doomed = true,
             BackupEvent::CannotServe(reason) => self.cannot_serve(reason, actions),
             BackupEvent::Fitness(ailment) => {
                 self.unfit = ailment.is_some() && !planted!(ContestUnfit);
@@ -252,7 +259,7 @@ impl Backup {
                     return actions.push(BackupAction::ClosePeer);
                 }
                 // It would win what it cannot start. The primary may go on.
-                if self.unfit {
+                if self.unfit || self.doomed {
                     self.retry_at = Some(now + ARBITER_RETRY);
                     return actions.push(BackupAction::ClosePeer);
                 }
@@ -287,7 +294,7 @@ impl Backup {
     fn tick(&mut self, now: Time, actions: &mut Vec<BackupAction>) {
         match self.phase {
             BackupPhase::Live | BackupPhase::Discarded => {}
-            BackupPhase::Contesting(_) if self.unfit => {}
+            BackupPhase::Contesting(_) if self.unfit || self.doomed => {}
             BackupPhase::Contesting(_) | BackupPhase::HandingBack(_) => {
                 if self.retry_at.is_some_and(|at| now >= at) {
                     self.retry_at = None;
@@ -348,6 +355,10 @@ impl Backup {
                 self.phase = BackupPhase::Live;
                 self.won = now;
                 self.generation = generation;
+                if self.doomed {
+                    let reason = format!("{reason}; its copy has proved to be another");
+                    return self.hand_back(reason, actions);
+                }
                 actions.push(BackupAction::GoLive { generation, epoch: self.committed, reason });
             }
             Verdict::Taken(owner) => {

@@ -42,6 +42,43 @@ fn a_copy_that_cannot_run_does_not_contest_the_vm() {
     assert_eq!(actions, [BackupAction::Discard("QEMU ended".into())]);
 }
 
+/// It could win and be started until it had said why.
+#[test]
+fn a_copy_that_has_proved_to_be_another_wins_nothing_and_is_not_started() {
+    let standing = || {
+        let mut backup = Backup::new(Generation(1), Duration::from_millis(100), at(0));
+        backup.handle(at(1), BackupEvent::Staged(Epoch(1)), &mut Vec::new());
+        backup
+    };
+    let gone = || BackupEvent::PeerGone("it hung up".into());
+    let granted = || BackupEvent::Verdict(Verdict::Granted(Generation(2)));
+    let cannot = || BackupEvent::CannotServe("it has diverged".into());
+
+    let (mut backup, mut actions) = (standing(), Vec::new());
+    backup.handle(at(2), BackupEvent::Doomed, &mut actions);
+    backup.handle(at(3), gone(), &mut actions);
+    backup.handle(at(1_000), BackupEvent::Tick, &mut actions);
+    backup.handle(at(1_001), BackupEvent::Fitness(None), &mut actions);
+    backup.handle(at(2_000), BackupEvent::Tick, &mut actions);
+    assert_eq!(actions, [BackupAction::ClosePeer], "the primary may ask");
+    backup.handle(at(2_001), cannot(), &mut actions);
+    assert_eq!(*backup.phase(), BackupPhase::Discarded);
+
+    let (mut backup, mut actions) = (standing(), Vec::new());
+    backup.handle(at(2), gone(), &mut actions);
+    backup.handle(at(3), BackupEvent::Doomed, &mut actions);
+    backup.handle(at(4), granted(), &mut actions);
+    let asked = BackupAction::Contest(Generation(1));
+    assert_eq!(actions, [asked, BackupAction::HandBack(Generation(2))]);
+
+    let (mut backup, mut actions) = (standing(), Vec::new());
+    backup.handle(at(2), gone(), &mut actions);
+    backup.handle(at(3), granted(), &mut actions);
+    backup.handle(at(4), BackupEvent::Doomed, &mut actions);
+    backup.handle(at(5), BackupEvent::Starts, &mut actions);
+    assert!(!backup.may_start() && !backup.may_run());
+}
+
 #[test]
 fn a_backup_that_cannot_ask_hangs_up_so_that_the_primary_may_ask() {
     let mut backup = Backup::new(Generation(1), Duration::from_millis(100), at(0));

@@ -90,6 +90,8 @@ pub struct Delivery {
     /// counted.
     captured: VecDeque<Time>,
     headway: Headway,
+    /// The last epoch of which all was there at the last look.
+    whole: Epoch,
     /// Time at which that moved last.
     moved: Time,
     /// An epoch has been acknowledged.
@@ -104,8 +106,16 @@ impl Delivery {
     /// A delivery that gives an epoch so long without any movement.
     pub fn new(bound: Duration, now: Time) -> Delivery {
         let (captured, headway) = (VecDeque::new(), Headway::default());
-        let behind = Behind::default();
-        Delivery { bound, captured, headway, moved: now, begun: false, behind, counts_from: now }
+        Delivery {
+            bound,
+            captured,
+            headway,
+            whole: Epoch(0),
+            moved: now,
+            begun: false,
+            behind: Behind::default(),
+            counts_from: now,
+        }
     }
 
     /// An epoch is on its way.
@@ -121,11 +131,14 @@ impl Delivery {
     }
 
     /// Notes that so much has got there, while `oldest` is the oldest epoch that is not
-    /// acknowledged. Once all of that is there no more bytes tell of it: they are of later ones.
+    /// acknowledged. Once all of that is there no more bytes tell of it: they are of later ones. The last of
+    /// it came since the look before.
     pub fn headway(&mut self, now: Time, headway: Headway, oldest: Epoch) {
-        self.behind = headway.behind;
+        let behind = headway.behind;
+        self.behind = if planted!(ForgetWhatWaits) { Behind::default() } else { behind };
         let bytes = headway.bytes.saturating_sub(self.headway.bytes);
-        let travels = headway.whole < oldest || planted!(LaterBytesCount);
+        let before = std::mem::replace(&mut self.whole, headway.whole);
+        let travels = before < oldest || planted!(LaterBytesCount);
         let moved = (travels && bytes >= LEAST_BYTES) || headway.done > self.headway.done;
         if moved || planted!(EveryLookIsHeadway) {
             self.headway = headway;
@@ -286,14 +299,27 @@ mod tests {
             let headway = Headway { bytes: tenth << 20, whole, ..Headway::default() };
             delivery.headway(at(tenth * 100), headway, OLDEST);
         }
-        assert_eq!(delivery.late(at(1_400)), None);
-        let late = delivery.late(at(1_401)).unwrap();
-        assert_eq!((late.age.as_millis(), late.quiet.as_millis()), (1_401, 1_001));
+        assert_eq!(delivery.late(at(1_500)), None);
+        let late = delivery.late(at(1_501)).unwrap();
+        assert_eq!((late.age.as_millis(), late.quiet.as_millis()), (1_501, 1_001));
         // The next one is on its way.
-        delivery.acknowledged(at(1_401), 1);
+        delivery.acknowledged(at(1_501), 1);
         let headway = Headway { bytes: 21 << 20, whole: OLDEST, ..Headway::default() };
-        delivery.headway(at(1_500), headway, OLDEST.next());
-        assert_eq!(delivery.late(at(2_500)), None);
+        delivery.headway(at(1_600), headway, OLDEST.next());
+        assert_eq!(delivery.late(at(2_600)), None);
+    }
+
+    /// A backup to which nothing had got for nearly its time was given up when all of an epoch had just come.
+    #[test]
+    fn the_last_of_an_epoch_is_movement_too() {
+        let mut delivery = begun();
+        delivery.captured(at(0));
+        let all = Headway { bytes: 1 << 20, whole: OLDEST, ..Headway::default() };
+        delivery.headway(at(980), all, OLDEST);
+        assert_eq!(delivery.late(at(1_980)), None);
+        assert!(delivery.late(at(1_981)).is_some());
+        delivery.headway(at(1_981), Headway { bytes: 2 << 20, ..all }, OLDEST);
+        assert!(delivery.late(at(1_981)).is_some(), "that is of later ones");
     }
 
     #[test]

@@ -30,6 +30,12 @@ mutants! {
     ReleaseAfterStall,
     /// The primary takes each look at its epochs for a sign that they move.
     EveryLookIsHeadway,
+    /// What waits for room in the queue to the backup has all the time there is.
+    ForgetWhatWaits,
+    /// Whoever finds room in the queue to the backup takes it, whoever else waits.
+    JumpTheQueue,
+    /// A write waits for room in its own epoch, which ends when the guest stands still behind its writes.
+    WaitForOnesOwnEpoch,
     /// Bytes of later epochs count as headway of one that is wholly there.
     LaterBytesCount,
     /// Data stays on a path that carries heartbeats and nothing larger.
@@ -140,6 +146,8 @@ mutants! {
     ConcludeFromSilence,
     /// A winner that does not answer counts as one that never ran the VM.
     SilentNeverRan,
+    /// That a host claimed the VM, and started nothing, makes its images old.
+    ForgetTheClaim,
     /// A host starts a VM that is another's.
     StartForeign,
 }

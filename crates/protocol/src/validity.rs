@@ -50,7 +50,8 @@ pub struct ImageRecord {
 impl ImageRecord {
     /// The newest generation up to which nobody else has run the guest since it ran on these images.
     pub fn newest_until(&self) -> Generation {
-        self.generation.max(self.claimed_from.unwrap_or_default())
+        let claimed_from = self.claimed_from.filter(|_| !planted!(ForgetTheClaim));
+        self.generation.max(claimed_from.unwrap_or_default())
     }
 
     /// The generation at which the guest ran on these images, if it ever did.

@@ -188,6 +188,15 @@ impl LogChannel {
         self.log.set_nonblocking(false)
     }
 
+    /// Ends a log that nobody follows, wherever that is. Whoever waits for room in it goes on even if the
+    /// agent does not answer now, as long as QEMU stands still: it heeds the request when it runs again.
+    pub fn release(&self) -> Result<(), LockstepError> {
+        self.discard_log()?;
+        let detached = self.ask(Request::Detach);
+        self.discard_log()?;
+        detached.map(drop)
+    }
+
     /// The log begins behind `position`, where a pause has attached it, and the machine stands still
     /// until this returns. Throws away what was left of an earlier log: a sender that waited for
     /// room when that ended has given the rest since, however late.
@@ -323,6 +332,17 @@ mod tests {
         let hello = Hello { missing_for_lockstep: Some(other), ..Hello::default() };
         let found = build_obstacle(&hello).unwrap();
         assert!(found.contains("72 bytes") && found.contains("QEMU 10.0"), "{found}");
+    }
+
+    /// It waited for ever.
+    #[test]
+    fn who_waits_for_room_in_a_log_goes_on_though_nobody_answers_that_it_has_ended() {
+        let (channel, ends) = LogChannel::create(Duration::from_millis(10)).unwrap();
+        let mut qemu = UnixStream::from(ends.log);
+        qemu.set_nonblocking(true).unwrap();
+        while qemu.write(&[0; 4096]).is_ok() {}
+        assert!(matches!(channel.release(), Err(LockstepError::Silent(_))));
+        assert!(qemu.write(&[0; 4096]).is_ok());
     }
 
     #[test]

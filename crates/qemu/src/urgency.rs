@@ -31,11 +31,16 @@ pub struct Urgency {
 }
 
 impl Urgency {
-    /// The calling thread, those of QEMU that carry out its commands, and `others`
-    /// (thread ids), which QEMU waits for while it stops the guest. Threads that somebody has given a scheduling policy of their own are left alone.
+    /// The calling thread, those of QEMU that carry out its commands, of which that of its monitors is one if
+    /// the pause is theirs, and `others` (thread ids), which QEMU waits for while it stops the guest. Threads
+    /// that somebody has given a scheduling policy of their own are left alone.
     ///
     /// An error if the system does not allow it.
-    pub fn new(qemu_pid: u32, others: impl IntoIterator<Item = i32>) -> io::Result<Urgency> {
+    pub fn new(
+        qemu_pid: u32,
+        by_monitor: bool,
+        others: impl IntoIterator<Item = i32>,
+    ) -> io::Result<Urgency> {
         // This one first, or the vCPUs could keep it from going on.
         let mut threads = vec![(nix::unistd::gettid().as_raw(), PRIORITY)];
         threads.extend(others.into_iter().map(|tid| (tid, PRIORITY)));
@@ -45,7 +50,8 @@ impl Urgency {
             let tid = entry.file_name().to_string_lossy().parse().map_err(io::Error::other)?;
             // It may have ended since it was listed.
             let name = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
-            if u32::try_from(tid) == Ok(qemu_pid) || name.trim_end() == MONITOR_THREAD {
+            let is_monitor = || by_monitor && name.trim_end() == MONITOR_THREAD;
+            if u32::try_from(tid) == Ok(qemu_pid) || is_monitor() {
                 threads.push((tid, PRIORITY));
             } else if VCPU_NAMES.iter().any(|prefix| name.starts_with(prefix)) {
                 vcpus.push((tid, VCPU_PRIORITY));
@@ -119,7 +125,7 @@ mod tests {
     fn a_thread_is_urgent_only_for_so_long() {
         let me = nix::unistd::gettid().as_raw();
         // A process of ours in the place of QEMU.
-        let Ok(urgency) = Urgency::new(std::process::id(), []) else {
+        let Ok(urgency) = Urgency::new(std::process::id(), true, []) else {
             return assert!(!nix::unistd::geteuid().is_root(), "root may raise priorities");
         };
         assert!(has_ordinary_policy(me));
@@ -127,6 +133,30 @@ mod tests {
         assert!(!has_ordinary_policy(me));
         drop(urgent);
         assert!(has_ordinary_policy(me));
+    }
+
+    #[test]
+    fn the_monitors_thread_is_urgent_where_the_monitor_pauses() {
+        let (told, tids) = std::sync::mpsc::channel();
+        let (ends, until) = std::sync::mpsc::channel::<()>();
+        let body = move || {
+            told.send(nix::unistd::gettid().as_raw()).unwrap();
+            let _ = until.recv();
+        };
+        let named = std::thread::Builder::new().name(MONITOR_THREAD.to_owned());
+        let thread = named.spawn(body).unwrap();
+        let monitors = tids.recv().unwrap();
+        for by_monitor in [true, false] {
+            let Ok(urgency) = Urgency::new(std::process::id(), by_monitor, []) else {
+                return assert!(!nix::unistd::geteuid().is_root(), "root may raise priorities");
+            };
+            let urgent = urgency.begin();
+            assert_eq!(has_ordinary_policy(monitors), !by_monitor);
+            drop(urgent);
+            assert!(has_ordinary_policy(monitors));
+        }
+        drop(ends);
+        thread.join().unwrap();
     }
 
     #[test]
@@ -142,6 +172,6 @@ mod tests {
 
     #[test]
     fn a_process_that_is_gone_is_an_error() {
-        assert!(Urgency::new(u32::MAX, []).is_err());
+        assert!(Urgency::new(u32::MAX, true, []).is_err());
     }
 }

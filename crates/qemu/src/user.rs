@@ -27,8 +27,10 @@ const DAEMONS: u32 = 1 << 16;
 /// beginnings.
 const STRIDE: u32 = NUMBERS / 64;
 
-/// Permission of everybody to read.
+/// Permissions to read.
 const OTHERS_READ: u32 = 0o004;
+const GROUP_READS: u32 = 0o040;
+const OWNER_READS: u32 = 0o400;
 
 /// User that the QEMUs of a host run as.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -81,6 +83,16 @@ impl RunAs {
             return Err(UserError::NotAllowed(name.to_owned()));
         }
         Ok(RunAs::Named(User { uid: user.uid, gid: user.gid }))
+    }
+
+    /// Whether a QEMU may read a file that is not handed to it open.
+    pub fn may_read(&self, file: &fs::Metadata) -> bool {
+        let mode = file.mode();
+        let is_named = |User { uid, gid }: &User| {
+            uid.as_raw() == file.uid() && mode & OWNER_READS != 0
+                || gid.as_raw() == file.gid() && mode & GROUP_READS != 0
+        };
+        mode & OTHERS_READ != 0 || matches!(self, RunAs::Named(user) if is_named(user))
     }
 
     /// The user of the next QEMU; none if it is to be this process's own.

@@ -1,19 +1,26 @@
 //! The one clock that the protocol core is driven with.
 
-use std::sync::OnceLock;
-use std::time::{Duration, Instant};
+use understudy_network::boot_time;
 use understudy_protocol::Time;
 
-/// Time before the first call that can be told.
-const HEAD_START: Duration = Duration::from_secs(60);
-
-/// The monotonic time since the daemon's first call.
+/// The time since this host was started, that in which it slept included: one that slept stood still, and must notice
+/// it before an acknowledgement that waited meanwhile releases anything.
 pub fn now() -> Time {
-    at(Instant::now())
+    boot_time()
 }
 
-/// The same of another instant.
-pub fn at(instant: Instant) -> Time {
-    static ORIGIN: OnceLock<Instant> = OnceLock::new();
-    Time((instant + HEAD_START).saturating_duration_since(*ORIGIN.get_or_init(|| instant)))
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nix::time::{ClockId, clock_gettime};
+    use std::time::Duration;
+
+    // It was that of `Instant`, which stands still in sleep: no stall was noticed then.
+    #[test]
+    fn sleep_counts() {
+        let boot_clock = || Time(Duration::from(clock_gettime(ClockId::CLOCK_BOOTTIME).unwrap()));
+        let before = boot_clock();
+        let now = now();
+        assert!(before <= now && now <= boot_clock(), "{now:?}");
+    }
 }

@@ -208,7 +208,7 @@ pub struct Offer {
     #[serde(default)]
     pub group: Option<GroupOffer>,
     /// Bytes of each disk's export, in the definition's order.
-    pub disk_bytes: Vec<u64>,
+    pub disk_bytes: Vec<ExportBytes>,
     /// Bytes that each disk's image takes now: what a whole copy needs room for.
     #[serde(default)]
     pub disk_used: Vec<u64>,
@@ -224,6 +224,33 @@ pub struct Offer {
     /// Request of the operator; the backup does the same after a take-over.
     #[serde(default)]
     pub wish: Option<ProtectRequest>,
+}
+
+/// Bytes of a disk's export: no more than a list of its changes can be kept of, whoever names them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "u64", into = "u64")]
+pub struct ExportBytes(u64);
+
+impl ExportBytes {
+    /// 64 TiB, of which the list takes 128 MiB.
+    const MOST: u64 = 64 << 40;
+}
+
+impl TryFrom<u64> for ExportBytes {
+    type Error = String;
+
+    fn try_from(bytes: u64) -> Result<ExportBytes, String> {
+        match bytes <= Self::MOST {
+            true => Ok(ExportBytes(bytes)),
+            false => Err(format!("a disk has {bytes} bytes; {} can be protected", Self::MOST)),
+        }
+    }
+}
+
+impl From<ExportBytes> for u64 {
+    fn from(bytes: ExportBytes) -> u64 {
+        bytes.0
+    }
 }
 
 /// A VM that is protected with others. The members are offered in order.

@@ -71,6 +71,21 @@ fn offer() -> Offer {
     .unwrap()
 }
 
+/// The backup's list of changes would have taken 8 TiB of memory: a known peer could end its daemon, with all VMs on it.
+#[test]
+fn a_disk_has_no_more_bytes_than_a_list_can_be_kept_of() {
+    let of = |bytes: u64| {
+        let mut offer = serde_json::to_value(offer()).unwrap();
+        offer["disk_bytes"] = json!([bytes]);
+        serde_json::from_value::<Offer>(offer)
+    };
+    assert_eq!(of(64 << 40).unwrap().disk_bytes, [ExportBytes::try_from(64 << 40).unwrap()]);
+    for bytes in [(64 << 40) + 1, 1 << 62, u64::MAX] {
+        let words = of(bytes).unwrap_err().to_string();
+        assert!(words.contains(&bytes.to_string()) && words.contains("70368744177664"), "{words}");
+    }
+}
+
 #[test]
 fn an_answer_names_a_version_that_was_offered() {
     assert_eq!(agreed(None).unwrap(), 17);

@@ -8,6 +8,7 @@ mod line;
 #[cfg(test)]
 mod tests;
 
+use crate::clock;
 use crate::paths::{Consequence, PathMonitor};
 use crossbeam_channel::{Receiver, Sender};
 use line::{Heard, Line};
@@ -21,7 +22,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use tracing::debug;
 use understudy_link::link::Link;
-use understudy_protocol::{HEARTBEAT_INTERVAL, PathEvent, PathIndex, VmName};
+use understudy_protocol::{HEARTBEAT_INTERVAL, PathEvent, PathIndex, Time, VmName};
 use understudy_qemu::urgency::raise_this_thread;
 use understudy_threads::spawn;
 
@@ -142,7 +143,8 @@ pub fn start<P: Pulse>(
     for (path, link) in first {
         session.heartbeats().attach(path, link);
     }
-    let heart = Heart { vm: vm.clone(), session: session.clone(), lines, dial, next_beat: now };
+    let next_beat = clock::now();
+    let heart = Heart { vm: vm.clone(), session: session.clone(), lines, dial, next_beat };
     spawn(format!("heart-{vm}"), move || heart.run()).map(drop)
 }
 
@@ -153,7 +155,7 @@ struct Heart<P> {
     /// The line of each path.
     lines: Vec<Line>,
     dial: Option<Dial>,
-    next_beat: Instant,
+    next_beat: Time,
 }
 
 impl<P: Pulse> Heart<P> {
@@ -179,7 +181,7 @@ impl<P: Pulse> Heart<P> {
         let mut fds = vec![readable(self.session.heartbeats().wake.as_fd())];
         fds.extend(self.lines.iter().filter_map(Line::fd).map(readable));
         let more = self.lines.iter().any(Line::has_more);
-        let left = self.next_beat.saturating_duration_since(Instant::now());
+        let left = self.next_beat - clock::now();
         let longest = if more { Duration::ZERO } else { left };
         // A signal only makes it look once more.
         let _ = ppoll(&mut fds, Some(TimeSpec::from_duration(longest)), None);
@@ -257,7 +259,7 @@ impl<P: Pulse> Heart<P> {
     }
 
     fn beat(&mut self) {
-        let now = Instant::now();
+        let now = clock::now();
         if now < self.next_beat {
             return;
         }

@@ -44,6 +44,10 @@ pub struct Record {
     /// see [`crate::resync`].
     #[serde(default)]
     pub sessions: Vec<String>,
+    /// The session whose mirror the images are, which its activation must be of; it stays while the images are no base
+    /// for a resynchronisation. None of the version before, which has it in `sessions` alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mirror_of: Option<String>,
     /// Whether it is in lockstep, or was when it was lost: the mirror may have writes that this
     /// host's guest began and this host did not carry out.
     #[serde(default)]
@@ -95,6 +99,14 @@ impl Record {
         self.definition.disks.iter().map(|disk| disk.path.clone()).collect()
     }
 
+    /// Whether the images are the mirror of that session.
+    fn is_mirror_of(&self, session: &str) -> bool {
+        match &self.mirror_of {
+            Some(own) => own == session,
+            None => self.sessions == [session],
+        }
+    }
+
     /// Whether it is of the restore of that name, which may still come to nothing.
     pub fn is_of_restore(&self, id: &str) -> bool {
         self.restoring.as_ref().is_some_and(|it| it.id == id)
@@ -138,7 +150,7 @@ impl Records {
         let Some(mut record) = self.read_file(vm)? else { return Ok(None) };
         if record.image.role == ImageRole::Mirror {
             if let Some(activated) = Activation::read(&self.path(vm).with_file_name(ACTIVATION))? {
-                if record.sessions == [activated.session] {
+                if record.is_mirror_of(&activated.session) {
                     record.image.role = ImageRole::Active;
                     record.image.generation = activated.generation;
                 }
@@ -172,6 +184,7 @@ impl Records {
             image,
             peer: None,
             sessions: Vec::new(),
+            mirror_of: None,
             in_lockstep: false,
             wanted: true,
             wish: None,
@@ -207,6 +220,16 @@ impl Records {
         let Some(mut record) = self.read(vm)? else { return Ok(()) };
         change(&mut record)?;
         self.replace(&record)
+    }
+
+    /// Notes that this host's images become a mirror of that generation's, if there is a record of them: they are not
+    /// what it said, and nobody knows yet what they will be.
+    pub fn note_syncing(&self, vm: &VmName, generation: Generation) -> io::Result<()> {
+        self.change(vm, |record| {
+            record.image.role = ImageRole::Syncing;
+            record.image.generation = generation;
+            record.sessions.clear();
+        })
     }
 
     /// Notes the medium that a drive has from now on, if there is a record. An error if the VM on
@@ -520,6 +543,30 @@ mod tests {
         records.write(&of_session("s2")).unwrap();
         records.change(&literal("db"), |_| ()).unwrap();
         assert_eq!(role(&records), (ImageRole::Mirror, Generation(1)));
+    }
+
+    // A mirror failed while its guest was taken over: when that host had died, too, older images were called valid, for
+    // nothing said that a guest had run on these.
+    #[test]
+    fn an_activation_counts_although_the_mirror_is_no_base_for_a_resync() {
+        let directory = tempfile::tempdir().unwrap();
+        let (records, vm) = (Records::new(directory.path(), &literal("b")), literal("db"));
+        fs::create_dir(directory.path().join("db")).unwrap();
+        for (mirror_of, role) in
+            [(Some("s1".to_owned()), ImageRole::Active), (None, ImageRole::Mirror)]
+        {
+            let mirror = records.of(ImageRole::Mirror, Generation(1), &definition());
+            records.write(&Record { sessions: vec!["s1".into()], mirror_of, ..mirror }).unwrap();
+            let activation = records.prepare_activation(&vm, "s1").unwrap();
+            records.change(&vm, |record| record.sessions.clear()).unwrap();
+            activation.write(Generation(2)).unwrap();
+            assert_eq!(records.read(&vm).unwrap().unwrap().image.role, role);
+        }
+        // Nor does it count for another session that bears the same one in its list.
+        let mirror = records.of(ImageRole::Mirror, Generation(1), &definition());
+        let (sessions, mirror_of) = (vec!["s1".to_owned()], Some("s2".to_owned()));
+        records.write(&Record { sessions, mirror_of, ..mirror }).unwrap();
+        assert_eq!(records.read(&vm).unwrap().unwrap().image.role, ImageRole::Mirror);
     }
 
     // Before, it counted as images that the guest had run on at the same generation as its primary's: nobody could

@@ -58,6 +58,16 @@ pub enum Groundwork {
     Resync(Vec<Mirror>, Resync),
 }
 
+impl Groundwork {
+    /// The session since which the images are brought up to date.
+    pub fn session(&self) -> Option<&str> {
+        match self {
+            Groundwork::Full(_) => None,
+            Groundwork::Resync(_, resync) => Some(&resync.session),
+        }
+    }
+}
+
 /// A name that no session ever had.
 pub fn fresh_session(host: &str, vm: &VmName) -> io::Result<String> {
     let unique = fs::read_to_string("/proc/sys/kernel/random/uuid")?;
@@ -190,7 +200,7 @@ fn try_resync(
         return Err(format!("host {name} has images of other disks"));
     }
     let open = |(i, (ours, theirs)): (usize, (&DiskDefinition, &DiskDefinition))| {
-        let (index, bytes) = (DiskIndex(i as u16), offer.disk_bytes[i]);
+        let (index, bytes) = (DiskIndex(i as u16), offer.disk_bytes[i].into());
         let opened = if ours.has_medium_of(theirs) {
             open_image(index, ours, bytes, directory).map(Mirror::Resynced)
         } else {
@@ -278,6 +288,12 @@ pub fn merge(machine: &Machine, sessions: &[String], resync: &Resync) -> anyhow:
     Ok(())
 }
 
+/// Notes, on the backup, that its primary has noted what changed here since this session: the copy can be taken up
+/// again by it. Of no other session: another host that knows one has not heard of these changes.
+pub fn note_merged(records: &Records, vm: &VmName, session: String) -> io::Result<()> {
+    records.change(vm, |record| record.sessions = vec![session])
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -339,6 +355,22 @@ mod tests {
         assert!(known.record().sessions.is_empty());
     }
 
+    /// The copy was interrupted, and all sessions that this host knew were on record again: a third host that knew another
+    /// one, and had never heard what changed here, took the images for a base.
+    #[test]
+    fn after_a_merge_only_its_session_counts() {
+        let known = Known::of(ImageRole::Active);
+        let record = known.record();
+        let sessions = ["s1", "s2"].map(str::to_owned).to_vec();
+        known.records.write(&Record { sessions, ..record }).unwrap();
+        let resync = Resync { session: "s2".to_owned(), changed: Vec::new() };
+        let groundwork = Groundwork::Resync(Vec::new(), resync);
+        let session = groundwork.session().unwrap().to_owned();
+        note_merged(&known.records, &literal("db"), session).unwrap();
+        assert_eq!(known.record().sessions, ["s2"]);
+        assert_eq!(Groundwork::Full("why".to_owned()).session(), None);
+    }
+
     /// It was brought up to date by the primary's list alone, which knows nothing of that.
     #[test]
     fn a_mirror_that_somebody_has_changed_since_its_session_is_no_base_for_the_next() {
@@ -353,5 +385,14 @@ mod tests {
         fs::write(&known.image, vec![2; 1 << 20]).unwrap();
         let why = own().unwrap_err();
         assert!(why.contains("host b") && why.contains("changed by other means"), "{why}");
+        // Its daemon is killed in the next session: the list stays open.
+        let disks = known.open();
+        std::mem::forget(create(&disks, &known.of_vm()).unwrap());
+        drop(disks);
+        assert_eq!(own(), Ok(vec![Vec::new()]));
+        fs::copy(&known.image, known.of_vm().join("other")).unwrap();
+        fs::rename(known.of_vm().join("other"), &known.image).unwrap();
+        let why = own().unwrap_err();
+        assert!(why.contains("host b") && why.contains("another image"), "{why}");
     }
 }

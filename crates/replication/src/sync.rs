@@ -2,71 +2,65 @@
 
 use crate::clock;
 use std::time::Duration;
-use understudy_protocol::Time;
+use understudy_protocol::{QueueRoom, Time};
 use understudy_threads::Waitable;
 
 /// Bounds the bytes that wait in a queue: the writer that would go over the
 /// bound waits, which slows the guest instead of filling the host's memory.
 #[derive(Debug)]
 pub struct ByteBudget {
-    limit: u64,
     state: Waitable<BudgetState>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct BudgetState {
-    used: u64,
+    room: QueueRoom,
     closed: bool,
-    /// Number of those who wait for room.
-    waiting: usize,
-    /// Time since which there are any, and none of them got some.
-    waits_since: Option<Time>,
 }
 
 impl ByteBudget {
     /// A budget of `limit` bytes.
     pub fn new(limit: u64) -> ByteBudget {
-        ByteBudget { limit, state: Waitable::default() }
+        let room = QueueRoom::new(limit);
+        ByteBudget { state: Waitable::new(BudgetState { room, closed: false }) }
     }
 
     /// Takes `bytes`, waiting until they fit; one request alone always fits.
     /// False once the budget is closed.
     pub fn take(&self, bytes: u64) -> bool {
-        let is_full = |state: &mut BudgetState| {
-            !state.closed && state.used > 0 && state.used + bytes > self.limit
-        };
         let mut state = self.state.lock();
-        if is_full(&mut state) {
-            state.waiting += 1;
-            state.waits_since.get_or_insert_with(clock::now);
-            state = self.state.wait_while(state, is_full);
-            state.waiting -= 1;
-            state.waits_since = (state.waiting > 0).then(clock::now);
+        if !state.closed && !state.room.has(bytes) {
+            let turn = state.room.wait(clock::now());
+            let waits = |state: &mut BudgetState| !state.closed && !state.room.is_for(turn, bytes);
+            state = self.state.wait_while(state, waits);
+            state.room.waited(clock::now());
+            // There may be room for the next one, too.
+            self.state.wake();
         }
-        state.used += bytes;
+        state.room.take(bytes);
         !state.closed
     }
 
     /// The time since which somebody has waited for room, and nobody who did has got any.
     pub fn waits_since(&self) -> Option<Time> {
-        self.state.lock().waits_since
+        self.state.lock().room.waits_since()
     }
 
     /// Waits until there is room, for so long at most; whether there is.
     pub fn await_room(&self, timeout: Duration) -> bool {
-        let is_full = |state: &mut BudgetState| !state.closed && state.used > self.limit;
+        let is_full = |state: &mut BudgetState| !state.closed && state.room.is_over();
         let mut state = self.state.wait_while_for(self.state.lock(), timeout, is_full);
         !is_full(&mut state)
     }
 
     /// Takes `bytes` whether they fit or not, for those who must not wait.
     pub fn force(&self, bytes: u64) {
-        self.state.lock().used += bytes;
+        self.state.lock().room.take(bytes);
     }
 
     /// Gives `bytes` back.
     pub fn give_back(&self, bytes: u64) {
-        self.state.change(|state| state.used = state.used.saturating_sub(bytes));
+        self.state.change(|state| state.room.give_back(bytes));
     }
 
     /// Lets everybody pass from now on: nothing is sent any more.
@@ -117,5 +111,31 @@ mod tests {
         budget.give_back(10);
         await_since(&budget, |since| since.is_none());
         assert!(takers.into_iter().all(|taker| taker.join().unwrap()));
+    }
+
+    #[test]
+    fn small_writes_keep_nobody_from_room_who_wants_much() {
+        let budget = Arc::new(ByteBudget::new(10));
+        assert!(budget.take(10));
+        let (took, who_took) = crossbeam_channel::unbounded();
+        let taker = |bytes| {
+            let (budget, took) = (budget.clone(), took.clone());
+            thread::spawn(move || budget.take(bytes) && took.send(bytes).is_ok())
+        };
+        let much = taker(8);
+        let first = await_since(&budget, |since| since.is_some());
+        let little = [taker(1), taker(1)];
+        for _ in 0..7 {
+            budget.give_back(1);
+            assert!(who_took.recv_timeout(Duration::from_millis(20)).is_err());
+        }
+        let next = || who_took.recv_timeout(Duration::from_secs(20)).unwrap();
+        budget.give_back(1);
+        assert_eq!(next(), 8);
+        // Each finds its room without another word.
+        budget.give_back(2);
+        assert_eq!([next(), next()], [1, 1]);
+        assert!(first.is_some() && budget.waits_since().is_none());
+        assert!(much.join().unwrap() && little.into_iter().all(|taker| taker.join().unwrap()));
     }
 }

@@ -458,6 +458,9 @@ pub struct HostStatus {
     /// The VMs that are to come up with this host and have not yet.
     #[serde(default)]
     pub awaited: Vec<AwaitedStart>,
+    /// The VMs that this host ran when its daemon ended, and that nothing brings up again.
+    #[serde(default)]
+    pub lost: Vec<VmName>,
     /// Every VM that this host runs or backs up.
     pub vms: Vec<VmStatus>,
 }

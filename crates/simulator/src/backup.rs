@@ -68,6 +68,9 @@ pub struct Standby {
     /// Its guest could not be started.
     pub(crate) never_started: bool,
     next_beat: Time,
+    /// Messages that it has applied, and of how many its primary has heard, which hears nothing else of it.
+    pub(crate) worked: u64,
+    told_work: u64,
     /// Its QEMU died.
     pub(crate) broken: bool,
     /// Log that its QEMU executes, in lockstep.
@@ -135,6 +138,8 @@ impl World {
             lost_writes: false,
             never_started: false,
             next_beat: self.now,
+            worked: 0,
+            told_work: 0,
             broken: false,
             log: Following::default(),
         }));
@@ -208,6 +213,9 @@ impl World {
             self.backup_acts(host, id, effect);
         }
         if before != after {
+            if let Some(data) = self.hosts[host.0].standby(id).map(|standby| standby.data) {
+                self.read_on(data);
+            }
             self.note(host, || format!("backup: {after:?}"));
         }
     }
@@ -315,12 +323,27 @@ impl World {
             }
         }
         self.at(next, Event::BackupBeat(host, id));
+        self.tell_work(host, id);
         if punctual {
             self.path_event(host, id, PathEvent::Tick);
             self.look_at_vitals(host, id);
             self.backup_event(host, id, BackupEvent::Tick);
         }
         self.ask_others(host, id);
+    }
+
+    /// A primary whose data is not read hears whether this host works.
+    fn tell_work(&mut self, host: HostId, id: SessionId) {
+        let Some(data) = self.hosts[host.0].standby(id).map(|standby| standby.data) else { return };
+        if !self.reads_nothing(host, data) {
+            return;
+        }
+        self.coverage.backups_full += 1;
+        let Some(standby) = self.hosts[host.0].standby(id) else { return };
+        let worked = standby.worked;
+        if std::mem::replace(&mut standby.told_work, worked) < worked {
+            self.send(host, data, Message::new(Kind::Works, Epoch(worked), Vec::new()));
+        }
     }
 
     /// The time for which this host's disk has answered nothing.

@@ -2,15 +2,20 @@
 
 use crate::guest::{Gate, PAGES, State};
 use crate::host::{HostId, SessionId};
+use crate::lockstep::Step;
 use crate::mutant::DriverMutant;
 use crate::oracle::Boundary;
 use crate::schedule::Moment;
 use crate::world::{Event, World};
+use std::time::Duration;
 use understudy_protocol::wire::{DiskWrite, Kind, Message};
 use understudy_protocol::{
     Activity, CardFrames, CardIndex, DiskIndex, Epoch, EpochEnd, GroupStep, LastCheckpoint, Time,
 };
 use understudy_session::primary::{Asked, Event as PrimaryEvent, Guests, next_step};
+
+/// Time between two looks whether a guest that is to stand still does.
+const STOP_LOOK: Duration = Duration::from_micros(500);
 
 /// An activity that is sometimes idle, sometimes busy, and always the same for a seed.
 fn guessed_activity(state: State) -> Activity {
@@ -21,6 +26,7 @@ fn guessed_activity(state: State) -> Activity {
 /// A guest, as it is looked at.
 struct Looked {
     since: Option<Time>,
+    is_full: bool,
     activity: Activity,
 }
 
@@ -28,9 +34,8 @@ impl Guests for Looked {
     fn output_since(&self, _: LastCheckpoint) -> Option<Time> {
         self.since
     }
-    /// Whether it fills an epoch: one that writes a block now and then does not.
     fn is_full(&self) -> bool {
-        false
+        self.is_full
     }
     fn activity(&self) -> Activity {
         self.activity
@@ -46,18 +51,25 @@ pub struct Capture {
 }
 
 impl World {
-    /// Copies a page and a block while the guest runs.
+    /// Copies a page and a block while the guest runs, once there is room for them.
     pub(crate) fn sync_piece(&mut self, host: HostId, id: SessionId, piece: usize) {
-        let value = self.hosts[host.0].image.blocks.get(piece).copied();
-        let Some(running) = self.hosts[host.0].running() else { return };
-        let page = running.guest.pages.get(piece).copied();
-        let Some(session) = running.session.as_mut().filter(|session| session.id == id) else {
-            return;
-        };
-        let (Some(value), Some(page)) = (value, page) else {
+        if piece == PAGES {
+            let Some(session) = self.hosts[host.0].session(id) else { return };
             session.busy = false;
             self.note(host, || "has sent a first copy".to_owned());
             return self.consider_checkpoint(host, id);
+        }
+        if self.has_room_to_copy(host, id, piece) {
+            self.copy_piece(host, id, piece);
+        }
+    }
+
+    pub(crate) fn copy_piece(&mut self, host: HostId, id: SessionId, piece: usize) {
+        let value = self.hosts[host.0].image.blocks[piece];
+        let Some(running) = self.hosts[host.0].running() else { return };
+        let page = running.guest.pages[piece];
+        let Some(session) = running.session.as_mut().filter(|session| session.id == id) else {
+            return;
         };
         session.dirty[piece] = false;
         self.send_data(host, id, Kind::Pages, Epoch(0), page_entry(piece, page));
@@ -73,13 +85,12 @@ impl World {
         }
     }
 
-    /// The guest wrote a block: it goes to the backup at once.
-    pub(crate) fn block_written(&mut self, host: HostId, block: usize, value: u64) {
-        let session = self.hosts[host.0].running().and_then(|vm| vm.session.as_ref());
-        // In lockstep the backup's guest writes it, too.
-        let sent = session.filter(|session| !session.records());
-        if let Some((id, epoch)) = sent.map(|session| (session.id, session.disk_epoch)) {
-            self.send_data(host, id, Kind::DiskWrite, epoch, disk_write(block, value));
+    /// A block that the guest wrote goes to the backup, in the epoch that runs.
+    pub(crate) fn put_write(&mut self, host: HostId, id: SessionId, step: Step) {
+        let epoch = self.hosts[host.0].session(id).map(|session| session.disk_epoch);
+        if let (Some(epoch), Some(block)) = (epoch, step.block) {
+            let write = disk_write(block, step.state.number);
+            self.send_data(host, id, Kind::DiskWrite, epoch, write);
         }
     }
 
@@ -100,6 +111,7 @@ impl World {
         let Some(running) = self.hosts[host.0].running() else { return };
         let guest = Looked {
             since: running.port.waits_since(),
+            is_full: running.session.as_ref().is_some_and(|it| it.outbox.epoch_room.is_full()),
             activity: guessed_activity(running.guest.state),
         };
         let Some(session) = running.session.as_mut().filter(|session| session.id == id) else {
@@ -149,6 +161,10 @@ impl World {
         let Some(session) = running.session.as_mut().filter(|session| session.id == id) else {
             return;
         };
+        if session.outbox.holds_guest() {
+            // It stops behind its writes.
+            return self.after(STOP_LOOK, Event::PauseEnds(host, id, last));
+        }
         let (epoch, next) = (session.core.running(), session.core.running().next());
         let carried = running.port.held_of(epoch).count() as u64;
         if !barrier_lost {
@@ -158,6 +174,7 @@ impl World {
             running.port.gate = Gate::Held(next);
         }
         session.disk_epoch = next;
+        session.outbox.epoch_room.empty();
         let checkpoint =
             LastCheckpoint { started: session.paused, resumed: now, pages: 0, carried };
         session.rendezvous.resumed(checkpoint, &self.schedule.policy);
@@ -196,9 +213,8 @@ impl World {
         let digest = session.digests.remove(&capture.epoch).unwrap_or_default();
         session.busy = false;
         let (epoch, age) = (capture.epoch, now - session.paused);
-        let (data, end) = (session.data, EpochEnd { epoch, sums: digest.sums(), age });
-        self.send(host, data, Message::new(Kind::EpochEnd, epoch, end.encode()));
-        self.note_end(host, id, epoch);
+        let end = EpochEnd { epoch, sums: digest.sums(), age };
+        self.put_now(host, id, Message::new(Kind::EpochEnd, epoch, end.encode()), 0);
         self.moment(Moment::EndSent);
         self.consider_checkpoint(host, id);
     }
@@ -230,8 +246,7 @@ impl World {
             let digest = session.digests.entry(epoch).or_default();
             digest.add(&message.header);
         }
-        let data = session.data;
-        self.send(host, data, message);
+        self.put_now(host, id, message, 1);
     }
 }
 

@@ -56,6 +56,10 @@ coverage! {
     records_uncertain,
     /// It was there all the same.
     records_unheard,
+    /// A host failed as it wrote a record.
+    records_torn,
+    /// A host that had claimed the VM failed before its guest was started.
+    starts_in_vain,
     /// A grant that came too late was returned.
     late_grants_returned,
     /// The arbiter did not answer a primary.
@@ -107,6 +111,12 @@ coverage! {
     data_stalls,
     /// A backup that was heard, and acknowledged nothing, was given up.
     backups_useless,
+    /// A write of the guest waited for room on its way to the backup.
+    writes_held_up,
+    /// A backup had so much to apply that it read nothing.
+    backups_full,
+    /// Output waited, and nothing was captured, for want of room on the way.
+    outputs_held_up,
     /// A part failed for good.
     lasting_faults,
     /// A look at a VM whose output waited for longer than an epoch may take on which nothing moves.

@@ -31,6 +31,8 @@ impl World {
         };
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         standby.errands.pop_front();
+        let data = standby.data;
+        self.read_on(data);
         self.backup_event(host, id, BackupEvent::Done(0, errand, result));
     }
 
@@ -110,6 +112,7 @@ impl World {
             let empty = Message::new(Kind::Pages, epoch, Vec::new());
             let message = std::mem::replace(&mut whole.pieces[standby.progress], empty);
             standby.progress += 1;
+            standby.worked += 1;
             self.apply_message(host, id, &message);
             self.check_copy(host, applied, true);
             self.moment(Moment::Applying);
@@ -163,7 +166,8 @@ impl World {
             return self.record_late(host, generation);
         }
         self.check_owner(host, generation);
-        self.set_record(host, ImageRole::Active, generation);
+        // It may be torn, too: `perhaps_recorded`.
+        self.put_record(host, ImageRole::Active, generation);
         self.check_image();
         self.note(host, || format!("its image is valid at generation {generation}"));
         self.moment(Moment::Activated);
@@ -189,7 +193,7 @@ impl World {
             self.hosts[host.0].image.record = Some((ImageRole::Active, generation));
             self.check_records();
         } else {
-            self.set_record(host, ImageRole::Active, generation);
+            self.put_record(host, ImageRole::Active, generation);
         }
     }
 

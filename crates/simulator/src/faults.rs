@@ -80,6 +80,7 @@ impl World {
             Fault::Stall(target, span) => self.on(target, |w, host| {
                 w.hosts[host.0].stalled_from = w.now;
                 w.hosts[host.0].stalled_until = w.now + span;
+                w.hosts[host.0].slept += span;
                 w.coverage.stalls += 1;
             }),
             Fault::HungDisk(span) => self.on(Target::Backup, |w, host| {
@@ -168,7 +169,7 @@ impl World {
         }
     }
 
-    fn power_off(&mut self, id: HostId, span: Duration) {
+    pub(crate) fn power_off(&mut self, id: HostId, span: Duration) {
         if !self.hosts[id.0].up {
             return;
         }
@@ -180,7 +181,7 @@ impl World {
         }
     }
 
-    fn daemon_dies(&mut self, id: HostId, span: Duration, told: bool) {
+    pub(crate) fn daemon_dies(&mut self, id: HostId, span: Duration, told: bool) {
         if let Role::Backup(standby) = &self.hosts[id.0].role {
             self.perhaps_recorded(id, standby.id);
         }

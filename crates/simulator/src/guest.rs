@@ -120,6 +120,13 @@ impl Port {
         self.held.front().map(|(_, came, _)| *came)
     }
 
+    /// The time since which the oldest frame of the epoch that runs has waited, if any does.
+    pub fn waits_in_epoch(&self) -> Option<Time> {
+        let Gate::Held(epoch) = self.gate else { return None };
+        let first = self.held.iter().find(|(tag, ..)| *tag == epoch);
+        first.map(|(_, came, _)| *came)
+    }
+
     /// The frames of an epoch that wait for its commit.
     pub fn held_of(&self, epoch: Epoch) -> impl Iterator<Item = &Frame> {
         self.held.iter().filter(move |(tag, ..)| *tag == epoch).map(|(.., frame)| frame)

@@ -50,6 +50,8 @@ pub struct Host {
     pub stalled_from: Time,
     /// Time before which nothing runs here.
     pub stalled_until: Time,
+    /// For so long it has stood still.
+    pub slept: Duration,
     /// For so long its clock stood still with it.
     pub clock_stood: Duration,
     /// What is applied here waits for the disk until then.
@@ -149,19 +151,22 @@ pub struct Image {
     pub lineage: LineageId,
     /// Role that it has, and since when; always on stable storage.
     pub record: Option<(ImageRole, Generation)>,
+    /// Generation from which the VM was about to be claimed for a start on it.
+    pub claimed_from: Option<Generation>,
 }
 
 impl Image {
     /// An image without content.
     pub fn blank() -> Image {
         let blocks = [0; BLOCKS];
-        Image { blocks, synced: blocks, lineage: LineageId(0), record: None }
+        Image { blocks, synced: blocks, lineage: LineageId(0), record: None, claimed_from: None }
     }
 
     /// The host's record of it.
     pub fn record_of(&self, host: HostId) -> Option<ImageRecord> {
         let (role, generation) = self.record?;
-        Some(ImageRecord { host: host.name(), role, generation, claimed_from: None })
+        let claimed_from = self.claimed_from;
+        Some(ImageRecord { host: host.name(), role, generation, claimed_from })
     }
 
     /// Puts everything on stable storage.
@@ -191,6 +196,7 @@ impl Host {
             ran: false,
             stalled_from,
             stalled_until,
+            slept: Duration::ZERO,
             clock_stood: Duration::ZERO,
             disk_hangs_until: Time::default(),
             disk_hangs_from: Time::default(),

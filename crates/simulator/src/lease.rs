@@ -264,5 +264,8 @@ impl World {
         self.oracle.forget_all_shown();
         let origin = self.oracle.tip(self.hosts[host.0].image.lineage);
         self.boot(host, generation, Some(origin));
+        if !self.hosts[host.0].up {
+            self.forced_in_vain = Some(generation);
+        }
     }
 }

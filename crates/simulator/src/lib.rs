@@ -11,7 +11,7 @@
 //! | [`schedule`] | a seed becomes a list of faults |
 //! | [`world`], [`queue`], [`settle`] | virtual time and events; what must hold in the end |
 //! | [`faults`], [`lasting`], [`operator`] | what fails; what operators and hosts do about it |
-//! | [`primary`], [`capture`], [`backup`], [`errands`], [`repair`] | the drivers: what the daemon does around the core |
+//! | [`primary`], [`capture`], [`outbox`], [`backup`], [`errands`], [`repair`] | the drivers: what the daemon does around the core |
 //! | [`messages`] | what arrives finds the part that it is for |
 //! | [`network`], [`paths`], [`arbiter`], [`host`], [`guest`], [`running`] | the parts of the world |
 //! | [`oracle`], [`checks`], [`records`], [`loss`] | the truth, and the invariants against it |
@@ -37,6 +37,7 @@ mod mutant;
 mod network;
 mod operator;
 mod oracle;
+mod outbox;
 mod paths;
 mod primary;
 mod queue;

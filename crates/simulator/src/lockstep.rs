@@ -156,10 +156,8 @@ impl World {
         self.note_routine(host, || format!("cuts batch {epoch}: {} steps", steps.len()));
         let event = if last { PrimaryEvent::CapturedLast } else { PrimaryEvent::Captured };
         self.primary_event(host, id, event);
-        let Some(session) = self.hosts[host.0].session(id) else { return };
-        let data = session.data;
         let log = steps.into_iter().flat_map(Step::encode).collect();
-        self.send(host, data, Message::new(Kind::Log, epoch, log));
+        self.put_now(host, id, Message::new(Kind::Log, epoch, log), 1);
         self.note_end(host, id, epoch);
         self.moment(Moment::EndSent);
     }

@@ -30,15 +30,18 @@ pub enum DriverMutant {
     OpenBeforeRecord,
     /// A mirror that was won and given back counts as one that the guest ran on.
     ReturnedMirrorRan,
+    /// The clock of a primary stands still while its host sleeps.
+    SleepUncounted,
 }
 
 impl DriverMutant {
-    const ALL: [DriverMutant; 5] = [
+    const ALL: [DriverMutant; 6] = [
         DriverMutant::AckBeforeStaged,
         DriverMutant::ApplyPartialEpoch,
         DriverMutant::LoseBarrier,
         DriverMutant::OpenBeforeRecord,
         DriverMutant::ReturnedMirrorRan,
+        DriverMutant::SleepUncounted,
     ];
 }
 
@@ -66,11 +69,14 @@ impl Mutant {
         Some(match mutant {
             KeepUnheardGrant => 3728,
             WinnersWordFirst => 2425,
-            ContestWhenSick => 1907,
+            ForgetTheClaim => 2024,
+            LeaseBesideSession => 3302,
+            ContestWhenSick => 1679,
             KeepLateGrant => 1034,
             KeepTheSick => 897,
             StayInTheHole => 770,
-            LeaseBesideSession => 666,
+            JumpTheQueue => 653,
+            ForgetWhatWaits => 531,
             LostWithOnePath => 620,
             GiveToTheUnfit => 461,
             ApplyBehindGap => 418,

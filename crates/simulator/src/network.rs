@@ -137,6 +137,12 @@ impl World {
         }
     }
 
+    /// The number of messages to the end that was dialled which are sent, and not read. None, into the void.
+    pub(crate) fn on_the_wire(&self, id: ConnectionId) -> usize {
+        let connection = &self.network.connections[id.0];
+        if connection.open[0] { connection.pipes[1].items.len() } else { 0 }
+    }
+
     /// Sends on a connection; into the void if it is closed.
     pub(crate) fn send(&mut self, host: HostId, id: ConnectionId, message: Message) {
         let end = self.network.end_of(id, host);
@@ -198,10 +204,16 @@ impl World {
         if end == 1 && self.network.connections[id.0].bulk && hole {
             return; // For good, or as long as that path carries the data.
         }
+        if end == 1 && self.reads_nothing(to, id) {
+            return; // Until it has applied something.
+        }
         let connection = &mut self.network.connections[id.0];
         let Some(item) = connection.pipes[end].items.pop_front() else { return };
         connection.pipes[end].taken += 1;
         let open = connection.open[end];
+        if end == 1 {
+            self.made_room(from, id);
+        }
         if open && item.message.is_some() && self.random.percent(15) {
             return self.read_slowly(id, end, item);
         }
@@ -342,6 +354,11 @@ impl World {
         self.coverage.data_stalls += 1;
     }
 
+    /// The end that was dialled reads on.
+    pub(crate) fn read_on(&mut self, id: ConnectionId) {
+        self.schedule_arrival(id, 1, Duration::ZERO);
+    }
+
     /// Undoes [`World::stall_data`], of one connection or of all.
     pub(crate) fn let_data_flow(&mut self, which: Option<ConnectionId>) {
         let stuck = std::mem::take(&mut self.network.stuck);
@@ -355,8 +372,10 @@ impl World {
 
     /// The number of messages that have arrived at the system of the end that was dialled.
     pub(crate) fn delivered(&self, id: ConnectionId) -> u64 {
-        let pipe = &self.network.connections[id.0].pipes[1];
-        let unread = self.network.stuck.contains(&(id, true));
+        let connection = &self.network.connections[id.0];
+        let pipe = &connection.pipes[1];
+        let unread =
+            self.network.stuck.contains(&(id, true)) || self.reads_nothing(connection.ends[1], id);
         let here = pipe.items.iter().take_while(|item| unread && item.arrives <= self.now);
         pipe.taken + here.count() as u64
     }

@@ -61,10 +61,13 @@ impl World {
         if !self.arbiter.reachable(host) || self.has_lost_its_disk(host) {
             return;
         }
-        let Verdict::Granted(generation) = self.arbiter.acquire(host, self.arbiter.generation)
-        else {
+        // As the daemon does: should nothing come of it, its images are the newest all the same.
+        let newest = self.arbiter.generation;
+        self.note_claim(host, newest);
+        if !self.hosts[host.0].up {
             return;
-        };
+        }
+        let Verdict::Granted(generation) = self.arbiter.acquire(host, newest) else { return };
         self.note(host, || format!("recovers the VM at generation {generation}"));
         self.coverage.recoveries += 1;
         let lineage = self.hosts[host.0].image.lineage;

@@ -4,6 +4,7 @@ use crate::guest::{Frame, PAGES};
 use crate::host::{HostId, Role, SessionId};
 use crate::lockstep::{PIPELINE, Recording};
 use crate::network::ConnectionId;
+use crate::outbox::Outbox;
 use crate::paths::Ways;
 use crate::schedule::Moment;
 use crate::world::{Event, World};
@@ -66,6 +67,12 @@ pub struct Session {
     pub(crate) ends: BTreeMap<Epoch, u64>,
     /// Times at which the epochs in flight were captured, oldest first.
     pub(crate) flying: VecDeque<Time>,
+    /// What goes to the backup, on its way there.
+    pub(crate) outbox: Outbox,
+    /// Number of times that the backup has said that it works.
+    work: u64,
+    /// Time of the last acknowledgement.
+    acknowledged: Time,
     next_beat: Time,
 }
 
@@ -80,12 +87,13 @@ impl World {
     /// The backup is ready: the first synchronisation begins.
     pub(crate) fn start_session(&mut self, host: HostId) {
         let (now, timeout, paths) = (self.now, self.schedule.timeout, self.schedule.paths);
-        let lockstep = self.schedule.lockstep;
+        let told = self.clock_of_cores(host);
+        let (lockstep, shortage) = (self.schedule.lockstep, self.schedule.shortage);
         let Some(running) = self.hosts[host.0].running() else { return };
         let Some(dialled) = running.dialling.take() else { return };
         let id = dialled.session;
-        let core = Primary::new(running.generation, timeout, now);
-        let lead = Lead::new(core, 1, dialled.peer.name(), now).with_freshness(FRESH, now);
+        let core = Primary::new(running.generation, timeout, told);
+        let lead = Lead::new(core, 1, dialled.peer.name(), told).with_freshness(FRESH, told);
         let mut lead = lead.with_patience(SICK);
         if lockstep {
             lead.set_pipeline(PIPELINE);
@@ -112,6 +120,9 @@ impl World {
             delivered: (0, now),
             ends: BTreeMap::new(),
             flying: VecDeque::new(),
+            outbox: Outbox::new(shortage),
+            work: 0,
+            acknowledged: now,
             next_beat: now,
         });
         self.note(host, || format!("protects the VM on {}", dialled.peer));
@@ -137,8 +148,19 @@ impl World {
                 }
                 PrimaryEvent::MayTakeOver(obstacle)
             }
-            Kind::Acknowledge => PrimaryEvent::Acknowledged(message.header.epoch),
+            Kind::Acknowledge => {
+                if let Some(session) = self.hosts[host.0].session(id) {
+                    session.acknowledged = now;
+                }
+                PrimaryEvent::Acknowledged(message.header.epoch)
+            }
             Kind::StoodDown => PrimaryEvent::StoodDown(0),
+            Kind::Works => {
+                let Some(session) = self.hosts[host.0].session(id) else { return };
+                session.work += 1;
+                session.delivered.1 = now;
+                return;
+            }
             Kind::Live => PrimaryEvent::LiveElsewhere(Generation(message.header.epoch.0)),
             _ => PrimaryEvent::PeerGone("the backup gave up".to_owned()),
         };
@@ -171,6 +193,8 @@ impl World {
     fn look_at_headway(&mut self, host: HostId, id: SessionId) {
         let Some(data) = self.hosts[host.0].session(id).map(|session| session.data) else { return };
         let (now, delivered) = (self.now, self.delivered(data));
+        let longest = self.schedule.policy.longest_epoch();
+        let waits = self.hosts[host.0].running().and_then(|running| running.port.waits_in_epoch());
         let Some(session) = self.hosts[host.0].session(id) else { return };
         let oldest = session.core.committed().next();
         let end = session.ends.get(&oldest);
@@ -183,16 +207,18 @@ impl World {
         let whole = session.ends.iter().take_while(|(_, end)| **end <= delivered).last();
         let whole = whole.map_or(Epoch(0), |(epoch, _)| *epoch);
         // Each is as much as counts.
-        let (done, behind) = (session.ways.renewals, Behind::default());
+        let done = session.ways.renewals + session.work;
+        let output_due = waits.map(|since| since + longest);
+        let behind = Behind { held_up: session.outbox.waits_since(), output_due };
         let headway = Headway { bytes: delivered << 20, whole, done, behind };
         self.primary_event(host, id, PrimaryEvent::Headway(headway));
     }
 
     /// Moves the data to a better path where it waits too long.
     fn look_for_better_path(&mut self, host: HostId, id: SessionId) {
-        let now = self.now;
+        let told = self.clock_of_cores(host);
         let Some(session) = self.hosts[host.0].session(id) else { return };
-        if let Some(epoch) = session.core.stuck(now).filter(|_| session.ways.are_several()) {
+        if let Some(epoch) = session.core.stuck(told).filter(|_| session.ways.are_several()) {
             self.path_event(host, id, PathEvent::Stuck(epoch));
         }
     }
@@ -212,9 +238,10 @@ impl World {
     /// Checks that nobody is called protected against the word of its backup, or by an old one.
     fn check_standing(&mut self, host: HostId, id: SessionId) {
         let (now, awake) = (self.now, self.hosts[host.0].stalled_until);
+        let told = self.clock_of_cores(host);
         let Some(session) = self.hosts[host.0].session(id) else { return };
         let called = *session.core.phase() == PrimaryPhase::Protected;
-        if !called || session.core.obstacle(now).is_some() {
+        if !called || session.core.obstacle(told).is_some() {
             return;
         }
         let (obstacle, heard) = &session.word;
@@ -238,14 +265,31 @@ impl World {
     /// Checks that nobody is called protected whose output waits, and for nothing.
     fn check_delivery(&mut self, host: HostId, id: SessionId) {
         let (now, awake) = (self.now, self.hosts[host.0].stalled_until);
+        let told = self.clock_of_cores(host);
+        let longest = self.schedule.policy.longest_epoch();
+        let waits = self.hosts[host.0].running().and_then(|running| running.port.waits_in_epoch());
         let Some(session) = self.hosts[host.0].session(id) else { return };
-        let Some(oldest) = session.flying.front() else { return };
-        let quiet = now - session.delivered.1.max(*oldest).max(awake);
-        let age = now - (*oldest).max(awake);
         if *session.core.phase() != PrimaryPhase::Protected {
             return;
         }
-        let called = session.core.obstacle(now).or_else(|| session.core.delay(now)).is_none();
+        let Some(oldest) = session.flying.front() else {
+            let Some(since) = session.outbox.held_up() else { return };
+            let begun = since.max(session.acknowledged).max(awake);
+            let quiet = now - session.delivered.1.max(begun);
+            let called = session.core.obstacle(told).or_else(|| session.core.delay(told)).is_none();
+            let age = waits.map_or(Duration::ZERO, |came| now - (came + longest).max(begun));
+            self.coverage.outputs_held_up += u64::from(!called && age > EPOCH_BOUND);
+            if quiet > EPOCH_BOUND + SLACK {
+                self.violation(format!("{host} waits for room for {quiet:?}, and nothing moves"));
+            } else if called && age > EPOCH_BOUND + SLACK {
+                let what = "is called protected, and its output waits";
+                self.violation(format!("{host} {what} for room for {age:?}"));
+            }
+            return;
+        };
+        let quiet = now - session.delivered.1.max(*oldest).max(awake);
+        let age = now - (*oldest).max(awake);
+        let called = session.core.obstacle(told).or_else(|| session.core.delay(told)).is_none();
         self.coverage.slow_epochs += u64::from(age > EPOCH_BOUND + SLACK);
         if quiet > EPOCH_BOUND + SLACK {
             self.violation(format!("{host} waits for its backup for {quiet:?}, and nothing moves"));
@@ -254,24 +298,47 @@ impl World {
         }
     }
 
+    /// Checks that no backup is given up of whose oldest epoch something has just moved.
+    fn check_useless(&mut self, host: HostId, id: SessionId) {
+        let now = self.now;
+        let Some(session) = self.hosts[host.0].session(id) else { return };
+        let held_up = session.outbox.held_up().map(|since| since.max(session.acknowledged));
+        let Some(oldest) = session.flying.front().copied().or(held_up) else {
+            return self.violation(format!("{host} gives its backup up, which owes it nothing"));
+        };
+        let quiet = now - oldest.max(session.delivered.1);
+        if quiet < EPOCH_BOUND - SLACK && now - oldest < EPOCH_BOUND * 20 {
+            self.violation(format!(
+                "{host} gives its backup up, and something moved {quiet:?} ago"
+            ));
+        }
+    }
+
     /// Feeds the state machine and does what it says.
     pub(crate) fn primary_event(&mut self, host: HostId, id: SessionId, event: PrimaryEvent) {
         let now = self.now;
         let Some(session) = self.hosts[host.0].session(id) else { return };
         let before = session.core.phase().clone();
-        let mut effects = Vec::new();
+        let (mut effects, policy) = (Vec::new(), self.schedule.policy);
+        let by_its_clock = self.clock_of_cores(host);
+        let Some(session) = self.hosts[host.0].session(id) else { return };
         if matches!(event, PrimaryEvent::Captured | PrimaryEvent::CapturedLast) {
             session.flying.push_back(now);
         }
         let lost = matches!(event, PrimaryEvent::Verdict(..));
-        session.core.handle(now, event, &mut effects);
+        session.core.handle(by_its_clock, event, &mut effects);
         let after = session.core.phase().clone();
         let landed = session.flying.len().saturating_sub(session.core.in_flight() as usize);
         session.flying.drain(..landed);
         let useless =
             matches!(&after, PrimaryPhase::Contesting(reason) if reason.contains("is heard"));
-        self.coverage.backups_useless += u64::from(useless && before != after);
+        if useless && before != after {
+            self.coverage.backups_useless += 1;
+            self.check_useless(host, id);
+        }
         let Some(session) = self.hosts[host.0].session(id) else { return };
+        let blocked = session.core.in_flight() >= policy.pipeline();
+        session.outbox.epoch_room.set_blocked(blocked);
         let generation = session.core.generation();
         if let Some(running) = self.hosts[host.0].running() {
             running.generation = generation;
@@ -305,12 +372,12 @@ impl World {
                 self.repair_event(host, RepairEvent::Protected);
             }
         }
+        self.writers_go_on(host, id);
         self.consider_checkpoint(host, id);
     }
 
     fn primary_acts(&mut self, host: HostId, id: SessionId, action: PrimaryAction) {
         let Some(session) = self.hosts[host.0].session(id) else { return };
-        let data = session.data;
         let (generation, elsewhere) = (session.core.generation(), session.core.is_elsewhere());
         let signal = |kind| Message::new(kind, Epoch(0), Vec::new());
         match action {
@@ -338,15 +405,16 @@ impl World {
             }
             PrimaryAction::YieldToBackup => {
                 self.note_hand_over(host, id);
-                self.send(host, data, signal(Kind::TakeOver));
+                self.put_now(host, id, signal(Kind::TakeOver), 0);
             }
-            PrimaryAction::StandDown => self.send(host, data, signal(Kind::StandDown)),
+            PrimaryAction::StandDown => self.put_now(host, id, signal(Kind::StandDown), 0),
             PrimaryAction::ClosePeer => self.hang_up(host, id),
             PrimaryAction::Freeze => {
                 self.coverage.frozen += 1;
                 self.stop_guest(host);
             }
             PrimaryAction::Halt(_) => {
+                self.flush_outbox(host, id);
                 self.hang_up(host, id);
                 if let Some(running) = self.hosts[host.0].running() {
                     running.port.shut();
@@ -363,6 +431,7 @@ impl World {
         for connection in session.connections() {
             self.close(host, connection);
         }
+        self.close_outbox(host, id);
     }
 
     /// A sick guest is left to its backup, which could go on with it by the last that is known.

@@ -4,13 +4,58 @@
 use crate::host::{HostId, Image};
 use crate::mutant::DriverMutant;
 use crate::world::World;
-use understudy_protocol::validity::{ArbiterWord, Evidence, Finding, ImageRole, judge, may_start};
-use understudy_protocol::{Generation, Ownership};
+use understudy_protocol::validity::{
+    ArbiterWord, Evidence, Finding, ImageRecord, ImageRole, judge, may_start,
+};
+use understudy_protocol::{Generation, Ownership, Time};
 
 impl World {
-    /// Writes a host's record of its image.
+    /// Writes a host's record of its image, unless that fails in the midst of it: then the record is there, or
+    /// what was before, and nothing that comes behind it.
     pub(crate) fn set_record(&mut self, host: HostId, role: ImageRole, generation: Generation) {
-        self.hosts[host.0].image.record = Some((role, generation));
+        let (is_written, fails) = self.how_it_is_written();
+        if is_written {
+            self.put_record(host, role, generation);
+        }
+        if fails {
+            self.fail_in_a_write(host);
+        }
+    }
+
+    /// The same of the note that this host is about to claim the VM for a start.
+    pub(crate) fn note_claim(&mut self, host: HostId, from: Generation) {
+        let (is_written, fails) = self.how_it_is_written();
+        if is_written {
+            self.hosts[host.0].image.claimed_from = Some(from);
+            self.check_records();
+        }
+        if fails {
+            self.fail_in_a_write(host);
+        }
+    }
+
+    /// Whether what is written is there, and whether its host fails meanwhile.
+    fn how_it_is_written(&mut self) -> (bool, bool) {
+        let may_fail = self.now > Time::default() && self.now < self.schedule.calm_from;
+        let fails = may_fail && self.record_random.percent(self.schedule.torn_records);
+        (!fails || self.record_random.percent(50), fails)
+    }
+
+    fn fail_in_a_write(&mut self, host: HostId) {
+        self.coverage.records_torn += 1;
+        self.excuse("its host failed as it wrote a record");
+        self.note(host, || "fails as it writes a record".to_owned());
+        let span = self.record_random.millis(50, 800);
+        match self.record_random.percent(50) {
+            true => self.power_off(host, span),
+            false => self.daemon_dies(host, span, true),
+        }
+    }
+
+    /// A record is on stable storage.
+    pub(crate) fn put_record(&mut self, host: HostId, role: ImageRole, generation: Generation) {
+        let image = &mut self.hosts[host.0].image;
+        (image.record, image.claimed_from) = (Some((role, generation)), None);
         if role == ImageRole::Active {
             self.oracle.activate(host);
         }
@@ -73,8 +118,11 @@ impl World {
         }
         // One that gave it up, or was held to have lost it, starts it by `recover`, which asks the others.
         let record = self.hosts[truth.0].image.record_of(truth);
-        let goes_on =
-            record.as_ref().is_some_and(|it| it.generation.next() == ownership.generation);
+        let until = |it: &ImageRecord| match it.role {
+            ImageRole::Stale => it.generation,
+            _ => it.claimed_from.unwrap_or_default().max(it.generation),
+        };
+        let goes_on = record.as_ref().is_some_and(|it| until(it).next() == ownership.generation);
         let owns = goes_on && ownership.host == Some(truth.name());
         if let (true, Err(why)) =
             (owns, may_start(&truth.name(), record.as_ref(), Some(&ownership)))

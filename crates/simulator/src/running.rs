@@ -27,12 +27,20 @@ impl World {
         running.guest.pages[page] = state.number;
         self.page_written(host, page);
         let mut step = Step { state, page, block: None, flushes: false };
-        if self.random.percent(25) {
+        let writes = self.schedule.shortage.map_or(25, |shortage| shortage.writes);
+        if self.random.percent(writes) {
             let block = self.random.index(BLOCKS);
             step.block = Some(block);
             self.hosts[host.0].image.blocks[block] = state.number;
-            self.block_written(host, block, state.number);
+            if !self.write_through(host, (copy, runs), step) {
+                return;
+            }
         }
+        self.end_step(host, (copy, runs), step);
+    }
+
+    /// The rest of a step, once what it wrote is on its way.
+    pub(crate) fn end_step(&mut self, host: HostId, (copy, runs): (CopyId, u32), step: Step) {
         self.guest_talks(host, step);
         let next = self.random.micros(200, 4_000);
         self.after_work(host, next, Event::GuestStep(host, copy, runs));
@@ -111,6 +119,10 @@ impl World {
         image.sync();
         let flushed = Claim { state, blocks: image.blocks };
         self.set_record(host, ImageRole::Active, generation);
+        if !self.hosts[host.0].up {
+            self.coverage.starts_in_vain += 1;
+            return;
+        }
         let guest = Guest { state, pages: [state.number; PAGES], flushed };
         self.run_here(host, guest, generation);
     }

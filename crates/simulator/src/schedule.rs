@@ -1,6 +1,7 @@
 //! A seed becomes a schedule: how the world is, and what goes wrong when.
 
 use crate::lasting::Lasting;
+use crate::outbox::Shortage;
 use crate::paths::Flaw;
 use crate::random::Random;
 use std::fmt;
@@ -46,6 +47,10 @@ pub struct Schedule {
     pub clocks_stop: bool,
     /// A host whose processors are slow, and how many times everything takes longer there.
     pub slow: Option<(usize, u32)>,
+    /// Number, of a hundred records that are written, as which are written their host fails.
+    pub torn_records: u64,
+    /// Room for what is on its way, if that is short.
+    pub shortage: Option<Shortage>,
     /// From here on nothing goes wrong any more, and what did is repaired, unless it failed for good.
     pub calm_from: Time,
 }
@@ -267,6 +272,8 @@ impl Schedule {
         let clocks_stop = timing.percent(40);
         let slow = (faults.len() > 1 && timing.percent(15))
             .then(|| (timing.index(hosts), 3 + timing.below(6) as u32));
+        let torn = &mut Random::new(seed, 15);
+        let torn_records = if faults.len() > 1 && torn.percent(15) { 20 } else { 0 };
         Schedule {
             hosts,
             policy,
@@ -281,8 +288,22 @@ impl Schedule {
             clocks,
             clocks_stop,
             slow,
+            torn_records,
+            shortage: (!lockstep).then(|| Shortage::any(&mut Random::new(seed, 14))).flatten(),
             calm_from: Time(Duration::from_millis(TROUBLE)),
         }
+    }
+}
+
+impl Shortage {
+    fn any(random: &mut Random) -> Option<Shortage> {
+        random.percent(25).then(|| Shortage {
+            queue: 1 + random.below(8),
+            wire: 1 + random.index(5),
+            epoch: 2 + random.below(16),
+            writes: [25, 60, 95][random.index(3)],
+            backup: 1 + random.index(3),
+        })
     }
 }
 

@@ -74,14 +74,17 @@ impl World {
     /// Whether calm has come and the VM is protected, and works, again.
     pub(crate) fn has_settled(&self) -> bool {
         let Some(before) = self.commits_before else { return false };
-        let protected = |role: &Role| match role {
+        let protected = |(host, role): (usize, &Role)| match role {
             Role::Primary(running) => running.session.as_ref().is_some_and(|session| {
                 *session.core.phase() == PrimaryPhase::Protected
-                    && session.core.obstacle(self.now).is_none()
+                    && session.core.obstacle(self.clock_of_cores(HostId(host))).is_none()
                     && session.core.committed() > Epoch(3)
             }),
             _ => false,
         };
-        self.coverage.commits > before + 3 && self.hosts.iter().any(|host| protected(&host.role))
+        self.coverage.commits > before + 3 && {
+            let mut roles = self.hosts.iter().map(|host| &host.role).enumerate();
+            roles.any(protected)
+        }
     }
 }

@@ -53,7 +53,7 @@ fn simpler(schedule: &Schedule) -> Vec<Schedule> {
             less
         })
         .collect();
-    let changes: [fn(&mut Schedule); 8] = [
+    let changes: [fn(&mut Schedule); 10] = [
         |less| less.lost_answers = 0,
         |less| less.without_arbiter = None,
         |less| less.never_returns = None,
@@ -62,6 +62,8 @@ fn simpler(schedule: &Schedule) -> Vec<Schedule> {
         |less| less.clocks_stop = false,
         |less| less.slow = None,
         |less| less.paths = 1,
+        |less| less.shortage = None,
+        |less| less.torn_records = 0,
     ];
     let changed = changes.map(|change| {
         let mut less = schedule.clone();

@@ -43,6 +43,7 @@ pub(crate) enum Event {
     Prove(HostId, SessionId),
     Errand(HostId, SessionId),
     Feed(HostId, SessionId),
+    Pump(HostId, SessionId),
     RepairDue(HostId, CopyId),
     Surveyed(HostId, CopyId),
     OfferExpires(HostId, SessionId),
@@ -210,6 +211,15 @@ impl World {
         Time(self.by_clock(host, self.now.0).saturating_sub(self.hosts[host.0].clock_stood))
     }
 
+    /// The time that the state machines of this host are told: all of it passes, whatever the host does.
+    pub(crate) fn clock_of_cores(&self, host: HostId) -> Time {
+        let slept = match self.has(DriverMutant::SleepUncounted) {
+            true => self.hosts[host.0].slept,
+            false => Duration::ZERO,
+        };
+        Time(self.now.0.saturating_sub(slept))
+    }
+
     /// So much time, by this host's clock.
     pub(crate) fn by_clock(&self, host: HostId, time: Duration) -> Duration {
         let faster = i128::from(self.schedule.clocks[host.0]);
@@ -270,7 +280,7 @@ impl World {
         let host = match event {
             GuestStep(host, ..) | SyncPiece(host, ..) | CheckpointDue(host, ..) => host,
             PauseEnds(host, ..) | Captured(host, ..) => host,
-            Errand(host, ..) | Feed(host, ..) => host,
+            Errand(host, ..) | Feed(host, ..) | Pump(host, _) => host,
             PrimaryBeat(host, _) | BackupBeat(host, _) | RepairDue(host, _) => host,
             Prove(host, _) | DialPath(host, ..) | MoveData(host, _) => host,
             OfferExpires(host, _) | Surveyed(host, _) | Read(host, ..) => host,
@@ -300,6 +310,7 @@ impl World {
             Event::Prove(host, id) => self.prove(host, id),
             Event::Errand(host, id) => self.do_errand(host, id),
             Event::Feed(host, id) => self.feed(host, id),
+            Event::Pump(host, id) => self.pump(host, id),
             Event::RepairDue(host, copy) => self.repair_due(host, copy),
             Event::Surveyed(host, copy) => self.surveyed(host, copy),
             Event::OfferExpires(host, id) => self.offer_expires(host, id),

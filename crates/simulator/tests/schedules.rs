@@ -30,7 +30,8 @@ fn broken_by(mutant: Mutant) -> &'static str {
             StayInTheHole | LostWithOnePath => "although another path works",
             StayOnTheDead => "sends data over a dead path",
             ContestWhenSick => "is sick, and won",
-            AskOnce | StayFrozen | KeepUnheardGrant => "its VM is held up",
+            AskOnce | StayFrozen | KeepUnheardGrant | WaitForOnesOwnEpoch => "its VM is held up",
+            ForgetWhatWaits => "waits for room",
             HaltAtOnce => "ends its guest, and nobody else has run the VM",
             WinnersWordFirst => {
                 "ends its guest, and nobody else has run the VM|image is valid, named is"
@@ -57,15 +58,19 @@ fn broken_by(mutant: Mutant) -> &'static str {
             }
             MixEpochs => "refuses what the primary sent",
             NeverSuspect => "although nothing fails",
-            GiveUpRepair | StayWithAttempt | KeepTheSick => "protection did not return",
+            GiveUpRepair | StayWithAttempt | KeepTheSick | JumpTheQueue => {
+                "protection did not return"
+            }
             MirrorCounts | ConcludeFromSilence | SilentNeverRan => "image is valid, named is",
             StartForeign => "may start the VM",
+            ForgetTheClaim => "may not start it",
         },
         Mutant::Driver(mutant) => match mutant {
             AckBeforeStaged | LoseBarrier => "output commit",
             ApplyPartialEpoch => "is not at the boundary",
             OpenBeforeRecord => "image is the valid one, but",
             ReturnedMirrorRan => "image is valid, named is",
+            SleepUncounted => "two live copies",
         },
     }
 }

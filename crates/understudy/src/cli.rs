@@ -130,6 +130,12 @@ pub enum Command {
         /// What to do about it first.
         #[arg(long, value_name = "JSON")]
         order: Option<Order>,
+        /// A disk of the VM.
+        #[arg(long, value_name = "PATH")]
+        disk: Vec<PathBuf>,
+        /// A device that its QEMU reads by itself.
+        #[arg(long, value_name = "PATH")]
+        read: Vec<PathBuf>,
     },
     /// End all VMs of this host that have keepers, in order; run by the service manager before the host goes down.
     #[command(hide = true)]

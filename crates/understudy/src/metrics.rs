@@ -151,6 +151,8 @@ impl Page<'_> {
         self.add("host_problems", help, [(host(), status.problems.len() as f64)]);
         let help = "VMs that are to come up with the host and have not yet";
         self.add("host_awaited_starts", help, [(host(), status.awaited.len() as f64)]);
+        let help = "VMs that ran here when the last daemon ended, and that nothing brings up again";
+        self.add("host_lost_vms", help, [(host(), status.lost.len() as f64)]);
         let expires = status.certificate_expires.map(|expires| (host(), expires as f64));
         let help = "When the host's certificate expires, in seconds since 1970";
         self.add("certificate_expiry_timestamp_seconds", help, expires);
@@ -326,6 +328,7 @@ mod tests {
             arbiter,
             peers: Vec::new(),
             awaited: Vec::new(),
+            lost: vec![literal("off")],
             vms,
         };
         let meters = Meters::default();
@@ -355,6 +358,7 @@ mod tests {
             r#"understudy_arbiter_reachable{host="a",kind="etcd"} 0.0"#,
             r#"understudy_host_info{host="a",version="0.1.0",qemu_version="10.0.2"} 1"#,
             r#"understudy_host_problems{host="a"} 1.0"#,
+            r#"understudy_host_lost_vms{host="a"} 1.0"#,
         ] {
             check(&text, line);
         }

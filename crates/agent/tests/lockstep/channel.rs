@@ -13,7 +13,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use understudy_lockstep::{Batcher, Feed, Lag, LogPosition};
-use understudy_network::Port;
+use understudy_network::{Port, boot_time};
 use understudy_protocol::{Epoch, Time};
 
 /// Log that is not acknowledged, at most.
@@ -210,6 +210,6 @@ fn release(acknowledged: &Receiver<Epoch>, port: &Port, batcher: &Mutex<Batcher>
     for batch in acknowledged {
         batcher.lock().unwrap().acknowledged(batch);
         // However busy the machine is: a release that is out of date is tried elsewhere.
-        port.release_through(batch, Instant::now() + DEADLINE);
+        port.release_through(batch, boot_time() + DEADLINE);
     }
 }

@@ -170,13 +170,15 @@ impl Host {
     /// Finds out what may take long, or speaks against it; returns the process of the VM's last keeper, if that lives.
     fn prepare_to_adopt(&self, vm: &VmName) -> Result<Option<OwnedFd>, HostError> {
         die_in_a_test("prepare-to-adopt");
-        if let Some(arbiter) = &self.arbiter {
-            arbiter.current(vm).map_err(|error| {
-                HostError::new(ErrorKind::Unreachable, format!("the arbiter: {error}"))
-            })?;
-        }
+        let generation = self.record(vm)?.map(|record| record.image.generation).unwrap_or_default();
+        let answer = self.ask_for_owner(vm, generation);
         let conflict = |why: String| Err(HostError::new(ErrorKind::Conflict, why));
-        match note::look(&self.vm_directory(vm)?) {
+        let found = note::look(&self.vm_directory(vm)?);
+        if let Some(why) = obstacle(answer, matches!(found, Found::Lives(_))) {
+            let why = format!("its next keeper could not go on with {vm}: the arbiter: {why}");
+            return Err(HostError::new(ErrorKind::Unreachable, why));
+        }
+        match found {
             Found::Nobody(_) => Ok(None),
             Found::Lives(note) => Ok(Some(pidfd_of(note.pid).map_err(internal)?)),
             Found::Starting => conflict(format!("the keeper of {vm} is just starting")),
@@ -328,6 +330,16 @@ impl Host {
     }
 }
 
+/// Reason why a guest could not go on, before its last keeper leaves it. One that is left, and is another host's by now,
+/// has to be ended.
+fn obstacle(answer: LeaseAnswer, has_keeper: bool) -> Option<String> {
+    match answer {
+        LeaseAnswer::Own => None,
+        LeaseAnswer::Moved { why, .. } => has_keeper.then_some(why),
+        LeaseAnswer::Unreachable(why) => Some(why),
+    }
+}
+
 fn owned(answer: LeaseAnswer) -> Result<(), NotAdopted> {
     match answer {
         LeaseAnswer::Own => Ok(()),
@@ -404,6 +416,19 @@ mod tests {
         keeper.kill().unwrap();
         waiting.join().unwrap().unwrap();
         keeper.wait().unwrap();
+    }
+
+    // Before, any answer of the arbiter was one: that it had no record of the VM was found out when the last keeper had left.
+    #[test]
+    fn a_guest_that_could_not_go_on_is_left_where_it_runs() {
+        let silent = || LeaseAnswer::Unreachable("it has no record".to_owned());
+        let moved = || LeaseAnswer::Moved { to: None, why: "nobody has it".to_owned() };
+        assert_eq!(obstacle(LeaseAnswer::Own, true), None);
+        for (answer, why) in [(silent(), "it has no record"), (moved(), "nobody has it")] {
+            assert_eq!(obstacle(answer, true).as_deref(), Some(why));
+        }
+        assert!(obstacle(silent(), false).is_some());
+        assert_eq!(obstacle(moved(), false), None, "it is ended");
     }
 
     #[test]

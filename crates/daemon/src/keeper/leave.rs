@@ -4,6 +4,7 @@
 
 use super::legacy::{self, Legacy, Readable};
 use super::{conflict, order};
+use crate::bounded;
 use crate::host::{Host, failed, internal};
 use crate::lifecycle::check_goes_on;
 use crate::vm::{PrimaryVm, Vm};
@@ -20,7 +21,7 @@ use understudy_machine::custody::Custody;
 use understudy_protocol::{HostName, LeaseAnswer, PrimaryPhase, VmName};
 use understudy_report::Mode;
 use understudy_report::error::{ErrorKind, HostError};
-use understudy_threads::{lock, spawn};
+use understudy_threads::lock;
 
 /// Time for its disks to be brought to stable storage: the daemon does not wait for ever, and whoever leaves a guest
 /// then leaves it to nobody.
@@ -192,7 +193,7 @@ impl Host {
         // A flush that has failed meanwhile would be made again by the next keeper, and succeed.
         if let Some(disk) = machine.disks().iter().find(|disk| disk.has_lost_writes()) {
             stay(&machine);
-            return Err(lost_writes(vm, disk, "it has just failed to sync"));
+            return Err(lost_writes(vm.name(), disk, "it has just failed to sync"));
         }
         // From here on it is the next keeper's.
         machine.leave_to_next();
@@ -228,29 +229,32 @@ fn stay(machine: &Machine) {
     }
 }
 
-/// Brings all that the guest has written to stable storage. That a sync has failed nobody but this process knows:
-/// the kernel tells it once. A disk that does not answer holds the thread that waits for it, and not whoever would leave.
+/// Brings all that the guest has written to stable storage, in images that the next keeper finds. That a sync has failed
+/// nobody but this process knows: the kernel tells it once. A disk that does not answer holds the thread that waits for it,
+/// and not whoever would leave.
 fn sync_disks(vm: &PrimaryVm, until: Instant) -> Result<(), HostError> {
-    let name = vm.name();
-    let (result, synced) = crossbeam_channel::bounded(1);
+    let name = vm.name().clone();
     let disks = vm.machine().disks();
     let sync = move || {
-        let sync = |disk: Arc<Disk>| disk.sync().map_err(|error| (disk, error));
-        // Nobody waits any more if that took too long.
-        let _ = result.send(disks.into_iter().try_for_each(sync));
+        let sync = |disk: &Arc<Disk>| {
+            disk.check_place()
+                .map_err(|error| conflict(format!("{name} stays in its keeper: {error}")))?;
+            disk.sync().map_err(|error| lost_writes(&name, disk, error))
+        };
+        disks.iter().try_for_each(sync)
     };
-    spawn(format!("sync-{name}"), sync).map_err(internal)?;
-    match synced.recv_deadline(until) {
-        Ok(synced) => synced.map_err(|(disk, error)| lost_writes(vm, &disk, error)),
-        Err(_) => Err(conflict(format!(
+    let name = vm.name();
+    match bounded::by(until, format!("sync-{name}"), sync).map_err(internal)? {
+        Some(synced) => synced,
+        None => Err(conflict(format!(
             "{name} stays in its keeper: its disks have not been synced within {} s: try again once they answer",
             SYNC_PATIENCE.as_secs()
         ))),
     }
 }
 
-fn lost_writes(vm: &PrimaryVm, disk: &Disk, why: impl fmt::Display) -> HostError {
-    let (vm, path) = (vm.name(), disk.path());
+fn lost_writes(vm: &VmName, disk: &Disk, why: impl fmt::Display) -> HostError {
+    let path = disk.path();
     conflict(format!("{vm} stays in its keeper: {} may have lost writes: {why}", path.display()))
 }
 

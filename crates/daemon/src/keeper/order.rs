@@ -4,6 +4,7 @@
 use super::Keeper;
 use super::legacy::Readable;
 use super::start::{await_socket, reap_aside};
+use super::view::Files;
 use crate::admission::open_disks;
 use crate::arrivals::Arrival;
 use crate::config::LONGEST_LEASE;
@@ -25,8 +26,6 @@ use understudy_qemu::VmDefinition;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::{RecoverReport, RecoverRequest};
 
-/// A keeper's option that is an [`Order`].
-const OPTION: &str = "--order";
 /// Time for an order to be carried out, as far as no lease of another host is waited for.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Time for one that takes none.
@@ -171,6 +170,7 @@ impl Host {
         order: &Order,
     ) -> Result<(Follower, Arrival, Option<RecoverReport>), HostError> {
         let name = &definition.name;
+        let files = self.files_of(definition);
         let arrival = {
             let _adding = self.adding.lock();
             self.make_way(definition)?;
@@ -180,7 +180,7 @@ impl Host {
             drop(open_disks(definition, self.record(name)?.as_ref(), &directory)?);
             Arrival::expect(&self.arrivals, &self.config.name, definition)
         };
-        let (follower, said) = self.give_order(name, order)?;
+        let (follower, said) = self.give_order(name, order, &files)?;
         match hear(said, order.patience()) {
             Ok(report) => {
                 arrival.goes_to_keeper();
@@ -208,20 +208,25 @@ impl Host {
     }
 
     /// Gives an order to the keeper of the VM's group if it has one, else to a new one; returns the other end of its socket.
-    fn give_order(&self, vm: &VmName, order: &Order) -> Result<(Follower, UnixStream), HostError> {
+    fn give_order(
+        &self,
+        vm: &VmName,
+        order: &Order,
+        files: &Files,
+    ) -> Result<(Follower, UnixStream), HostError> {
         // Of two members that come at once the second finds the keeper of the first.
         let _adding = self.adding.lock();
         let group = self.group_of(vm);
         let Some(shared) = group.as_ref().and_then(|group| self.keeper_of_group(group)) else {
             let name = group.as_ref().map(|group| &group.name);
-            let (mut process, said) = self.spawn_ordered_keeper(vm, name, order)?;
+            let (mut process, said) = self.spawn_ordered_keeper(vm, name, order, files)?;
             if group.is_some() {
                 // If it ends, its answer says so.
                 let _ = await_socket(&mut process, vm, &self.keeper_socket(vm));
             }
             return Ok((Follower::New(process), said));
         };
-        self.admit(vm, &shared)?;
+        self.admit(vm, files, &shared)?;
         Ok((Follower::OfGroup, shared.order_about(vm, order)?))
     }
 
@@ -231,10 +236,11 @@ impl Host {
         vm: &VmName,
         group: Option<&GroupName>,
         order: &Order,
+        files: &Files,
     ) -> Result<(Child, UnixStream), HostError> {
         let (ours, its_end) = UnixStream::pair().map_err(internal)?;
         let input = OwnedFd::from(its_end).into();
-        let process = self.spawn_keeper(vm, group, input, &[OPTION, &order.to_string()])?;
+        let process = self.spawn_keeper(vm, group, input, Some(order), files)?;
         Ok((process, ours))
     }
 

@@ -240,7 +240,8 @@ impl Host {
     }
 
     fn start_next(&self, name: &VmName) -> Result<Next, HostError> {
-        let (process, said) = self.spawn_ordered_keeper(name, None, &Order::Adopt)?;
+        let files = self.files_of(&self.recorded_definition(name)?);
+        let (process, said) = self.spawn_ordered_keeper(name, None, &Order::Adopt, &files)?;
         Ok(Next { vm: name.clone(), process, said: BufReader::new(said) })
     }
 

@@ -88,13 +88,15 @@ fn cannot(error: impl Display) -> HostError {
 }
 
 /// A test has a keeper try what it may not: to read its daemon's memory, to make a namespace, to read the authority's key,
-/// another VM's disk, and to ask its daemon as an operator does. What came of it is a line in the file that the
-/// fail point names.
+/// another VM's disk, to ask its daemon as an operator does, to open each block device of `/dev`, the kernel's log and a
+/// terminal, and to make a device. What came of it is a line in the file that the fail point names.
 pub(crate) fn try_in_a_test(_config: &HostConfig) {
     fail::fail_point!("rights", |file| {
         use nix::sched::{CloneFlags, unshare};
+        use nix::sys::stat::{Mode, SFlag, makedev, mknod};
         use std::io::{BufRead, BufReader, Write};
-        use std::{fs::File, os::unix::net::UnixStream, process::id};
+        use std::os::unix::{fs::FileTypeExt, net::UnixStream};
+        use std::{fs::File, process::id};
 
         let daemon = std::os::unix::process::parent_id();
         let key = _config.tls.as_ref().map(|tls| tls.ca.with_file_name("ca.key"));
@@ -111,7 +113,17 @@ pub(crate) fn try_in_a_test(_config: &HostConfig) {
             BufReader::new(daemon).read_line(&mut answer)?;
             Ok(answer.trim().to_owned())
         });
-        let line = format!("{} {opened:?} {namespace:?} {asked:?}\n", id());
+        let devices = fs::read_dir("/dev").into_iter().flatten().flatten();
+        let is_tried = |path: &std::path::PathBuf| {
+            let kind = fs::metadata(path).map(|it| it.file_type());
+            kind.is_ok_and(|it| it.is_block_device())
+                || ["/dev/kmsg", "/dev/ptmx"].iter().any(|it| path.ends_with(it))
+        };
+        let tried = devices.map(|entry| entry.path()).filter(is_tried);
+        let devices: Vec<_> = tried.filter(|path| File::open(path).is_ok()).collect();
+        let node = std::env::temp_dir().join(format!("understudy-{}", id()));
+        let made = mknod(&node, SFlag::S_IFBLK, Mode::S_IRUSR, makedev(7, 0)).is_ok();
+        let line = format!("{} {opened:?} {namespace:?} {asked:?} {devices:?} {made}\n", id());
         let told = File::options().append(true).open(file.unwrap_or_default());
         if let Err(error) = told.and_then(|mut file| file.write_all(line.as_bytes())) {
             tracing::error!("what was tried cannot be told: {error}");

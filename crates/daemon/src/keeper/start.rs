@@ -1,13 +1,15 @@
 //! Start of a keeper by the daemon, and of the VM in it.
 
 use super::note::Program;
-use super::order::Follower;
-use super::{Keeper, SOCKET, view};
+use super::order::{Follower, Order};
+use super::view::{self, Files};
+use super::{Keeper, SOCKET};
 use crate::arrivals::Arrival;
 use crate::host::Host;
 use anyhow::Context;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use std::ffi::OsString;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -30,6 +32,10 @@ const LOOK: Duration = Duration::from_millis(10);
 const LEISURE: Duration = Duration::from_millis(250);
 /// The subcommand of this program that is a keeper.
 pub const SUBCOMMAND: &str = "keep";
+/// Its option that is an order, and those for each of its VM's [`Files`].
+const ORDER: &str = "--order";
+const DISK: &str = "--disk=";
+const READ: &str = "--read=";
 /// Variables with which a service manager has told the daemon something, and means nobody else.
 const DAEMONS_OWN: [&str; 3] = ["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"];
 
@@ -48,6 +54,7 @@ impl Host {
         start: impl FnOnce(&Path) -> Result<T, HostError>,
     ) -> Result<T, HostError> {
         let name = &definition.name;
+        let files = self.files_of(definition);
         // Names, cards and memory are this host's, which only the daemon sees as a whole. They are the VM's from here on, so
         // that others need not wait for its start.
         let arrival = {
@@ -55,7 +62,7 @@ impl Host {
             self.make_way(definition)?;
             Arrival::expect(&self.arrivals, &self.config.name, definition)
         };
-        let (mut follower, socket) = self.keeper_to_start_in(name)?;
+        let (mut follower, socket) = self.keeper_to_start_in(name, &files)?;
         let reached = match &mut follower {
             Follower::New(process) => await_socket(process, name, &socket),
             Follower::OfGroup => Ok(()),
@@ -76,18 +83,22 @@ impl Host {
     }
 
     /// The keeper in which a VM is to be started, and its socket: that of its group, or a new one.
-    fn keeper_to_start_in(&self, vm: &VmName) -> Result<(Follower, PathBuf), HostError> {
+    fn keeper_to_start_in(
+        &self,
+        vm: &VmName,
+        files: &Files,
+    ) -> Result<(Follower, PathBuf), HostError> {
         // Of two members that come at once the second finds the keeper of the first.
         let _adding = self.adding.lock();
         let group = self.group_of(vm);
         if let Some(shared) = group.as_ref().and_then(|group| self.keeper_of_group(group)) {
             let socket = shared.reachable()?.clone();
-            self.admit(vm, &shared)?;
+            self.admit(vm, files, &shared)?;
             return Ok((Follower::OfGroup, socket));
         }
         let socket = self.keeper_socket(vm);
         let name = group.as_ref().map(|group| &group.name);
-        let mut process = self.spawn_keeper(vm, name, Stdio::null(), &[])?;
+        let mut process = self.spawn_keeper(vm, name, Stdio::null(), None, files)?;
         if group.is_some() {
             // If it ends, whoever wants to start the VM in it finds that out.
             let _ = await_socket(&mut process, vm, &socket);
@@ -133,18 +144,18 @@ impl Host {
         offer: &Offer,
         link: &Link,
     ) -> anyhow::Result<()> {
-        let group = offer.group.as_ref();
+        let (group, files) = (offer.group.as_ref(), self.files_of(&offer.definition));
         if let Some(GroupOffer { membership, place: 1.. }) = group {
             let keeper = self.keeper_of(&membership.leader().vm);
             let keeper = keeper.context("its group's protection has ended meanwhile")?;
-            self.admit(arrival.vm(), &keeper)?;
+            self.admit(arrival.vm(), &files, &keeper)?;
             keeper.take(link, Some(offer))?;
             self.follow_to_keeper(arrival);
             return Ok(());
         }
         let name = arrival.vm().clone();
         let group = group.and_then(|group| group.membership.name.as_ref());
-        let mut process = self.spawn_keeper(&name, group, Stdio::null(), &[])?;
+        let mut process = self.spawn_keeper(&name, group, Stdio::null(), None, &files)?;
         let socket = self.keeper_socket(&name);
         let keeper = Keeper {
             vm: name.clone(),
@@ -194,9 +205,31 @@ impl Host {
         }
     }
 
-    /// Lets the keeper of a group see what this VM has, which is to come into it.
-    pub(super) fn admit(&self, vm: &VmName, keeper: &Keeper) -> Result<(), HostError> {
-        keeper.pid.map_or(Ok(()), |pid| view::admit(&self.config, vm, pid))
+    /// Files of a VM, as its definition has them, and as this host has them on record.
+    pub(crate) fn files_of(&self, definition: &VmDefinition) -> Files {
+        let record = self.record(&definition.name).ok().flatten();
+        let known = [definition].into_iter().chain(record.as_ref().map(|it| &it.definition));
+        Files::of(known)
+    }
+
+    /// Lets a keeper see what a VM has that is to come into it.
+    pub(super) fn admit(
+        &self,
+        vm: &VmName,
+        files: &Files,
+        keeper: &Keeper,
+    ) -> Result<(), HostError> {
+        keeper.pid.map_or(Ok(()), |pid| view::admit(&self.config, vm, files, pid))
+    }
+
+    /// Lets a VM's keeper open a medium that is a device, which it is to put into a drive.
+    pub fn admit_medium(
+        &self,
+        vm: &VmName,
+        medium: &Path,
+        keeper: &Keeper,
+    ) -> Result<(), HostError> {
+        self.admit(vm, &Files { disks: vec![medium.to_owned()], ..Files::default() }, keeper)
     }
 
     /// Finds nothing of the host's that speaks against a keeper of a VM. To be called under the lock `adding`.
@@ -218,12 +251,14 @@ impl Host {
         vm.below(&self.config.state_dir).join(SOCKET)
     }
 
+    /// Starts the process of a keeper, perhaps with an order, for a VM with these files.
     pub(super) fn spawn_keeper(
         &self,
         vm: &VmName,
         group: Option<&GroupName>,
         input: Stdio,
-        further: &[&str],
+        order: Option<&Order>,
+        files: &Files,
     ) -> Result<Child, HostError> {
         // Also if the program's file was replaced by another version.
         let mut command = Command::new("/proc/self/exe");
@@ -234,7 +269,13 @@ impl Host {
             .arg(&self.config.file)
             .args(["--vm", vm])
             .args(group.iter().flat_map(|group| ["--group", group.as_str()]))
-            .args(further);
+            .args(order.into_iter().flat_map(|order| [ORDER.to_owned(), order.to_string()]));
+        let (disks, read) = (files.disks.iter(), files.read.iter());
+        for (option, path) in disks.map(|it| (DISK, it)).chain(read.map(|it| (READ, it))) {
+            let mut option = OsString::from(option);
+            option.push(path);
+            command.arg(option);
+        }
         for variable in DAEMONS_OWN {
             command.env_remove(variable);
         }

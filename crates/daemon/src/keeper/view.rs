@@ -1,12 +1,15 @@
 //! What a keeper sees of its host's files: in a mount namespace of its own, the directories of its own VMs, and not
-//! those of others; no keys that are not its host's own, and no devices below its file systems. The
+//! those of others; no keys that are not its host's own; and no devices but its VMs' can be opened. The
 //! rest is as it is for its daemon.
 //!
 //! Nothing can be mounted from within any more: [`super::rights`] sees to that. A further VM of its group is
 //! [admitted](admit) by the daemon.
 
+mod attributes;
 mod devices;
 
+use self::attributes::only_follow;
+use self::devices::Device;
 use super::note;
 use crate::config::HostConfig;
 use crate::host::prepare_directory;
@@ -26,6 +29,7 @@ use understudy_arbiter::MEMORY;
 use understudy_link::pki::CA_KEY;
 use understudy_protocol::VmName;
 use understudy_qemu::definition::DiskDefinition;
+use understudy_qemu::{RunAs, VmDefinition};
 use understudy_replication::records::{self, Records};
 use understudy_report::error::{ErrorKind, HostError};
 
@@ -33,6 +37,33 @@ use understudy_report::error::{ErrorKind, HostError};
 const COVER: &str = "understudy-keeper";
 /// Room for the names of what is left.
 const ROOM: &str = "mode=0700,size=256k";
+
+/// Files of a VM outside its directory, as far as they are there.
+#[derive(Clone, Debug, Default)]
+pub struct Files {
+    /// Its disks, and media.
+    pub disks: Vec<PathBuf>,
+    /// Devices that its QEMU reads by itself, sources of random numbers say, if it may. A peer can name them.
+    pub read: Vec<PathBuf>,
+}
+
+impl Files {
+    /// What these definitions name.
+    pub(super) fn of<'a>(definitions: impl Iterator<Item = &'a VmDefinition>) -> Files {
+        let mut files = Files::default();
+        for definition in definitions {
+            files.disks.extend(definition.disks.iter().map(|disk| disk.path.clone()));
+            let words = definition.qemu_args.iter().flat_map(|it| it.split([',', '=']));
+            files.read.extend(words.filter(|word| word.starts_with('/')).map(PathBuf::from));
+        }
+        files
+    }
+
+    fn devices(&self, user: &RunAs) -> impl Iterator<Item = &PathBuf> {
+        let disks = self.disks.iter().filter(|path| devices::is_disk(path));
+        disks.chain(self.read.iter().filter(|path| devices::is_read(path, user)))
+    }
+}
 
 /// How far the host lets it have one.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,12 +74,12 @@ pub enum View {
     Whole(String),
 }
 
-/// Gives this process, which has one thread, the view of a VM's keeper.
-pub fn enter(config: &HostConfig, vm: &VmName) -> Result<View, HostError> {
+/// Gives this process, which has one thread, the view of the keeper of a VM that has these files.
+pub fn enter(config: &HostConfig, vm: &VmName, files: &Files) -> Result<View, HostError> {
     if let Err(why) = begin() {
         return Ok(View::Whole(why));
     }
-    narrow(config, vm).map(|()| View::Own).map_err(|error| {
+    narrow(config, vm, files).map(|()| View::Own).map_err(|error| {
         let message = format!("a keeper cannot be kept from what is other VMs': {error:#}");
         HostError::new(ErrorKind::Internal, message)
     })
@@ -61,13 +92,11 @@ pub fn probe() -> Result<(), String> {
 
 /// Only if nothing that is mounted here is mounted for the host, too.
 fn begin() -> Result<(), String> {
-    let begun = unshare(CloneFlags::CLONE_NEWNS).and_then(|()| {
-        mount(None::<&str>, "/", None::<&str>, MsFlags::MS_SLAVE | MsFlags::MS_REC, None::<&str>)
-    });
+    let begun = unshare(CloneFlags::CLONE_NEWNS).and_then(|()| only_follow());
     begun.map_err(|error| format!("it cannot have a mount namespace of its own: {error}"))
 }
 
-fn narrow(config: &HostConfig, vm: &VmName) -> anyhow::Result<()> {
+fn narrow(config: &HostConfig, vm: &VmName, files: &Files) -> anyhow::Result<()> {
     // What it works in would lead to what is covered.
     let working = env::current_dir().unwrap_or_else(|_| PathBuf::from("/"));
     let state = &config.state_dir;
@@ -79,9 +108,10 @@ fn narrow(config: &HostConfig, vm: &VmName) -> anyhow::Result<()> {
     left.sort();
     left.dedup();
     show_only(state, &left)?;
-    for file in strange_keys(config)?.into_iter().chain(devices::all()) {
+    for file in strange_keys(config)? {
         bar(&file).with_context(|| format!("cannot hide {}", file.display()))?;
     }
+    devices::leave_only(files.devices(&config.run_as))?;
     env::set_current_dir(working).or_else(|_| env::set_current_dir("/"))?;
     Ok(())
 }
@@ -205,8 +235,14 @@ struct Entry {
     tree: OwnedFd,
 }
 
-/// Lets a keeper see what a further VM of its group has, before it is told of it.
-pub(super) fn admit(config: &HostConfig, vm: &VmName, keeper: u32) -> Result<(), HostError> {
+/// Lets a keeper see what a VM has, a further one of its group say, before it is told of it: its directory, and the
+/// devices among its files.
+pub(super) fn admit(
+    config: &HostConfig,
+    vm: &VmName,
+    files: &Files,
+    keeper: u32,
+) -> Result<(), HostError> {
     let admitted = || -> anyhow::Result<()> {
         let namespace = File::open(format!("/proc/{keeper}/ns/mnt"))?;
         let own = fs::metadata("/proc/self/ns/mnt")?;
@@ -217,23 +253,39 @@ pub(super) fn admit(config: &HostConfig, vm: &VmName, keeper: u32) -> Result<(),
         prepare_directory(&directory)?;
         // One that a daemon before this one started need not be in this one's namespace, and has no view of its own where
         // the service may not mount.
-        if sees(keeper, &directory)? {
+        let entry = (!sees(keeper, &directory)?).then(|| Entry::new(directory)).transpose()?;
+        let devices = closed(files.devices(&config.run_as), keeper)?;
+        if entry.is_none() && devices.is_empty() {
             return Ok(());
         }
-        let entry = Entry::new(directory)?;
         let there = thread::Builder::new().name("admit".to_owned()).spawn(move || {
             // A thread of its own can be elsewhere than the others.
             unshare(CloneFlags::CLONE_FS)?;
             setns(namespace, CloneFlags::CLONE_NEWNS)?;
-            entry.show()
+            entry.iter().try_for_each(Entry::show)?;
+            devices.iter().try_for_each(Device::open)
         })?;
         there.join().unwrap_or_else(|_| Err(anyhow::anyhow!("the thread that did it panicked")))
     };
     admitted().map_err(|error| {
-        let message =
-            format!("the keeper of {vm}'s group cannot be given what is {vm}'s: {error:#}");
+        let message = format!("the keeper of {vm} cannot be given what is {vm}'s: {error:#}");
         HostError::new(ErrorKind::Internal, message)
     })
+}
+
+/// The devices that a keeper cannot open.
+fn closed<'a>(
+    devices: impl Iterator<Item = &'a PathBuf>,
+    keeper: u32,
+) -> anyhow::Result<Vec<Device>> {
+    let mut closed = Vec::new();
+    for path in devices {
+        // Of one that sees all nothing is held: that takes mounts, which this process may not be allowed either.
+        if devices::is_closed_for(path, keeper)? {
+            closed.extend(Device::hold(path)?);
+        }
+    }
+    Ok(closed)
 }
 
 /// Whether a path is the same for a keeper as it is here.
@@ -289,7 +341,10 @@ impl Entry {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nix::sys::stat::{Mode, SFlag, makedev, mknod};
     use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
+    use std::os::unix::fs::symlink;
+    use std::slice;
     use std::sync::mpsc;
 
     /// A host with a VM of a keeper, `db`, and another one.
@@ -345,7 +400,11 @@ mod tests {
         thread::scope(|scope| {
             let keeper = scope.spawn(|| {
                 env::set_current_dir("/").unwrap();
-                assert_eq!(enter(config, &name("db")).unwrap(), View::Own, "this test takes root");
+                assert_eq!(
+                    enter(config, &name("db"), &Files::default()).unwrap(),
+                    View::Own,
+                    "this test takes root"
+                );
                 act()
             });
             keeper.join().unwrap()
@@ -373,9 +432,14 @@ mod tests {
             for path in ["state/further", "state/arbiter.id"] {
                 assert_eq!(write(&place(path)), Err(IoErrorKind::ReadOnlyFilesystem), "{path}");
             }
-            for device in devices::all().iter().filter(|device| device.exists()) {
-                let opened = File::open(device).map_err(|error| error.kind());
-                assert_eq!(opened.map(drop), Err(IoErrorKind::PermissionDenied), "{device:?}");
+            for path in ["/dev/null", "/dev/urandom"] {
+                assert!(File::open(path).is_ok(), "{path}");
+            }
+            for path in
+                ["/dev/tty0", "/dev/ptmx", "/dev/kmsg"].iter().filter(|it| Path::new(it).exists())
+            {
+                let opened = File::open(path).map_err(|error| error.kind());
+                assert_eq!(opened.map(drop), Err(IoErrorKind::PermissionDenied), "{path}");
             }
             assert_eq!(write(&place("state/db/written")), Ok(()));
             assert_eq!(write(&place("arbiter/db/2")), Ok(()));
@@ -397,7 +461,7 @@ mod tests {
                 // As a daemon that was started there.
                 unshare(CloneFlags::CLONE_FS).unwrap();
                 env::set_current_dir(&state).unwrap();
-                assert_eq!(enter(&config, &name("db")).unwrap(), View::Own);
+                assert_eq!(enter(&config, &name("db"), &Files::default()).unwrap(), View::Own);
                 (read(Path::new("db/record.json")), read(Path::new("shop/record.json")))
             });
             keeper.join().unwrap()
@@ -431,14 +495,14 @@ mod tests {
                 told.recv().unwrap();
             };
             look();
-            admit(config, &name("shop"), its).unwrap();
+            admit(config, &name("shop"), &Files::default(), its).unwrap();
             look();
             // The VM is made anew.
             let shop = config.state_dir.join("shop");
             fs::remove_dir_all(&shop).unwrap();
             fs::create_dir(&shop).unwrap();
             fs::write(shop.join("record.json"), "again").unwrap();
-            admit(config, &name("shop"), its).unwrap();
+            admit(config, &name("shop"), &Files::default(), its).unwrap();
             look();
             drop(go);
             let (seen, written) = keeper.join().unwrap();
@@ -447,6 +511,74 @@ mod tests {
             assert_eq!(written, (Ok(()), Err(IoErrorKind::ReadOnlyFilesystem)));
         });
         assert!(directory.path().join("state/shop/new").exists(), "it was written elsewhere");
+    }
+
+    fn that_reads(read: &[PathBuf]) -> Files {
+        Files { read: read.to_vec(), ..Files::default() }
+    }
+
+    // A peer names what a QEMU reads: it gets no disk by that, and no terminal.
+    #[test]
+    fn what_a_qemu_reads_is_a_device_that_everybody_may_read() {
+        let named = |read: &str| {
+            let files = that_reads(&[read.into()]);
+            files.devices(&RunAs::OwnNumber).count()
+        };
+        let directory = tempfile::tempdir().unwrap();
+        let disk = directory.path().join("disk");
+        mknod(&disk, SFlag::S_IFBLK, Mode::all(), makedev(7, 0)).expect("this test takes root");
+        assert_eq!(named("/dev/urandom"), 1);
+        for other in [disk.to_str().unwrap(), "/dev/console", "/etc/passwd", "/dev/nothing"] {
+            assert_eq!(named(other), 0, "{other}");
+        }
+        let has = |disk: PathBuf| {
+            let files = Files { disks: vec![disk], ..Files::default() };
+            files.devices(&RunAs::OwnNumber).count()
+        };
+        assert_eq!((has(disk), has("/dev/urandom".into())), (1, 0));
+    }
+
+    /// Nodes of a device, which are nobody's.
+    fn make_nodes<const N: usize>(directory: &Path, names: [&str; N]) -> [PathBuf; N] {
+        names.map(|name| {
+            let (path, null) = (directory.join(name), makedev(1, 3));
+            mknod(&path, SFlag::S_IFCHR, Mode::all(), null).expect("this test takes root");
+            path
+        })
+    }
+
+    #[test]
+    fn it_opens_its_own_devices_wherever_they_lie_and_no_others_until_they_are_admitted() {
+        let directory = tempfile::tempdir().unwrap();
+        let config = &host(directory.path());
+        let nodes = &make_nodes(directory.path(), ["own", "medium", "others"]);
+        let [own, medium, _] = nodes;
+        let link = directory.path().join("link");
+        symlink(own, &link).unwrap();
+        let (tell, told) = mpsc::channel();
+        let (go, goes) = mpsc::channel::<()>();
+        thread::scope(|scope| {
+            let keeper = scope.spawn(move || {
+                env::set_current_dir("/").unwrap();
+                assert_eq!(enter(config, &name("db"), &that_reads(&[link])).unwrap(), View::Own);
+                tell.send(nix::unistd::gettid().as_raw()).unwrap();
+                let look = |()| nodes.each_ref().map(|node| read(node).is_ok());
+                goes.into_iter().map(look).inspect(|_| tell.send(0).unwrap()).collect::<Vec<_>>()
+            });
+            let its = u32::try_from(told.recv().unwrap()).unwrap();
+            for read in [&[][..], slice::from_ref(medium), &[own.clone(), medium.clone()]] {
+                admit(config, &name("db"), &that_reads(read), its).unwrap();
+                go.send(()).unwrap();
+                told.recv().unwrap();
+            }
+            drop(go);
+            let (before, after) = ([true, false, false], [true, true, false]);
+            assert_eq!(keeper.join().unwrap(), [before, after, after]);
+        });
+        // The host opens them as before, and has no mount more.
+        assert!(nodes.iter().all(|node| read(node).is_ok()));
+        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
+        assert!(!mounts.contains(&*directory.path().to_string_lossy()), "{mounts}");
     }
 
     // A group's further VM was refused where the service may not mount, once its daemon had been started again.
@@ -470,7 +602,7 @@ mod tests {
                 let effective = held.effective.difference(CapabilitySet::SYS_ADMIN);
                 set_capabilities(None, CapabilitySets { effective, ..held }).unwrap();
                 assert!(begin().is_err());
-                admit(config, &name("shop"), its)
+                admit(config, &name("shop"), &that_reads(&["/dev/urandom".into()]), its)
             });
             let admitted = admits.join().unwrap();
             drop(go);
@@ -482,7 +614,7 @@ mod tests {
     fn who_sees_all_is_given_nothing() {
         let directory = tempfile::tempdir().unwrap();
         let config = host(directory.path());
-        admit(&config, &name("shop"), std::process::id()).unwrap();
+        admit(&config, &name("shop"), &Files::default(), std::process::id()).unwrap();
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
         assert!(!mounts.contains(&*directory.path().to_string_lossy()), "{mounts}");
     }

@@ -4,7 +4,7 @@ use super::{Contender, Tenures};
 use crate::host::Host;
 use std::collections::BTreeSet;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tracing::info;
 use understudy_arbiter::{Arbiter, Unreachable};
 use understudy_protocol::{Generation, HostName, LeaseSight, LeaseWatch, Renewal, VmName};
@@ -13,6 +13,8 @@ use understudy_report::error::{ErrorKind, HostError};
 
 /// Time between two looks at the renewals.
 const LOOK: Duration = Duration::from_millis(300);
+/// Time for which the arbiter may leave looks unanswered: an etcd whose disk stands still does for seconds.
+const UNANSWERED: Duration = Duration::from_secs(10);
 
 /// The leases of hosts that do not answer, as they were when they were over: none of a host for which the operator vouches.
 #[derive(Default)]
@@ -83,8 +85,18 @@ fn await_end(
     generation: Generation,
 ) -> Result<Option<Renewal>, HostError> {
     let mut watch = LeaseWatch::default();
+    let mut unanswered: Option<Instant> = None;
     loop {
-        let found = read(arbiter, vm, generation)?.filter(|found| contender.may_be(&found.host));
+        let found = match read(arbiter, vm, generation) {
+            Ok(found) => found.filter(|found| contender.may_be(&found.host)),
+            // A look that is left out proves nothing: what is unchanged at the next one was so meanwhile.
+            Err(_) if unanswered.get_or_insert_with(Instant::now).elapsed() < UNANSWERED => {
+                thread::sleep(LOOK);
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
+        unanswered = None;
         match watch.look(clock::now(), found) {
             LeaseSight::None => return Ok(None),
             LeaseSight::Wait(left) => {

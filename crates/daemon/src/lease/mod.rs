@@ -9,6 +9,7 @@ mod contender;
 mod former;
 mod peers;
 mod resumed;
+mod settling;
 mod tending;
 mod watchdog;
 
@@ -20,11 +21,13 @@ use crate::containment;
 use crate::host::Host;
 use crate::vm::PrimaryVm;
 use crossbeam_channel::Sender;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use settling::Settling;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 use tracing::{error, info, warn};
+use understudy_machine::Machine;
 use understudy_network::boot_time;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{Lease, LeaseAction, Stake, Stillness, Time, VmName};
@@ -35,6 +38,8 @@ use watchdog::Petter;
 
 /// Time between two looks.
 const LOOK: Duration = Duration::from_millis(100);
+/// Pause before a guest whose QEMU has not answered is told again to stand still, or to go on.
+const AGAIN: Duration = Duration::from_secs(1);
 
 /// A VM that is to be tended at the arbiter.
 type Errands = Sender<tending::Errand>;
@@ -45,9 +50,8 @@ pub(crate) struct Tenure {
     lease: Mutex<Lease>,
     /// Whether the log knows of one.
     told: AtomicBool,
-    /// Number of times that the guest is still to be made to stand still, or to go on: whoever makes it
-    /// one does that, for all that come meanwhile.
-    unsettled: AtomicU32,
+    /// Whether the guest stands still, or goes on, as the lease says.
+    settling: Settling,
 }
 
 impl Tenure {
@@ -56,7 +60,7 @@ impl Tenure {
         Tenure {
             lease: Mutex::new(Lease::new(length)),
             told: AtomicBool::new(false),
-            unsettled: AtomicU32::new(0),
+            settling: Settling::default(),
         }
     }
 
@@ -117,6 +121,10 @@ impl Host {
         let mut lease = lock(&vm.tenure.lease);
         let actions = lease.tick(now, stake);
         self.carry_out(vm, &lease, actions, Some(errands));
+        drop(lease);
+        if vm.tenure.settling.begin_again() {
+            self.settle_in_thread(vm);
+        }
     }
 
     /// Notes that this host did nothing for so long: sole owners ask the arbiter before anything
@@ -178,10 +186,18 @@ impl Host {
     }
 
     fn settle_aside(&self, vm: &Arc<PrimaryVm>) {
+        if vm.tenure.settling.begin() {
+            self.settle_in_thread(vm);
+        }
+    }
+
+    /// A thread that cannot be started is at the next look.
+    fn settle_in_thread(&self, vm: &Arc<PrimaryVm>) {
         let settled = vm.clone();
         let name = vm.name();
         if let Err(error) = containment::spawn_for(self, name, "settle", move || settle(&settled)) {
-            error!(vm = %name, "its guest goes on, and nothing leaves it: no thread: {error}");
+            error!(vm = %name, "its guest does not do yet what its lease says: no thread: {error}");
+            vm.tenure.settling.has_no_thread();
         }
     }
 
@@ -209,31 +225,29 @@ impl Host {
     }
 }
 
-/// Has the guest stand still, or go on, as the lease says by now. One at a time: who comes meanwhile
-/// leaves it to that one.
+/// Has the guest stand still, or go on, as the lease says by now.
 fn settle(vm: &PrimaryVm) {
-    let unsettled = &vm.tenure.unsettled;
-    let mut seen = unsettled.fetch_add(1, Ordering::AcqRel) + 1;
-    if seen > 1 {
-        return;
-    }
-    while seen > 0 {
-        settle_once(vm);
-        seen = unsettled.fetch_sub(seen, Ordering::AcqRel) - seen;
+    while vm.tenure.settling.goes_on() {
+        let stands = vm.tenure.standstill().is_some();
+        let machine = vm.machine();
+        let settled = match stands {
+            true => machine.hold(),
+            false => let_go(&machine),
+        };
+        let has_ended = || machine.is_halted() || machine.is_powered_off() || !machine.is_alive();
+        if let Err(error) = settled
+            && !has_ended()
+        {
+            let what = if stands { "stand still" } else { "go on" };
+            warn!(vm = %vm.name(), "the guest does not {what}, and is told again: {error:#}");
+            vm.tenure.settling.failed();
+            drop(machine);
+            thread::sleep(AGAIN);
+        }
     }
 }
 
-fn settle_once(vm: &PrimaryVm) {
-    let stands = vm.tenure.standstill().is_some();
-    let machine = vm.machine();
-    let settled = match stands {
-        true => machine.hold(),
-        false => machine.let_go(),
-    };
-    if let Err(error) = settled
-        && !machine.is_halted()
-    {
-        let what = if stands { "stand still" } else { "go on" };
-        warn!(vm = %vm.name(), "the guest does not {what}: {error:#}");
-    }
+fn let_go(machine: &Machine) -> anyhow::Result<()> {
+    fail::fail_point!("let-go", |_| anyhow::bail!("a test says so"));
+    machine.let_go()
 }

@@ -40,9 +40,9 @@ use crate::host::prepare_directory;
 use host_file::{HostFile, TlsSection, refuse_overwriting};
 use serde::Serialize;
 use std::collections::BTreeMap;
-use std::fs;
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
+use std::{fs, io};
 use understudy_link::pki;
 use understudy_protocol::HostName;
 use understudy_report::error::{ErrorKind, HostError, cannot};
@@ -155,13 +155,30 @@ pub fn init(plan: &Plan, arbiter: ArbiterSettings) -> Result<Made, HostError> {
 fn prepare_arbiter(arbiter: &ArbiterSettings) -> Result<(), HostError> {
     let ArbiterSettings::File { path } = arbiter else { return Ok(()) };
     if path.is_dir() {
-        return Ok(());
+        return try_to_write(path);
     }
     fs::create_dir(path).map_err(|error| {
         let HostError { kind, message } = cannot("make the arbiter's directory", path, &error);
-        let message = format!("{message}; is the storage that all hosts reach mounted?");
+        let message = format!("{message}; {}", to_look_at(&error));
         HostError::new(kind, message)
     })
+}
+
+/// Whether records can be written there, which a directory that root is not root of refuses.
+fn try_to_write(path: &Path) -> Result<(), HostError> {
+    understudy_arbiter::try_directory(path).map_err(|error| {
+        let HostError { kind, message } = cannot("write in the arbiter's directory", path, &error);
+        HostError::new(kind, format!("{message}; {}", to_look_at(&error)))
+    })
+}
+
+fn to_look_at(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::PermissionDenied => {
+            "may root write there? NFS takes root for nobody, unless it is exported with no_root_squash"
+        }
+        _ => "is the storage that all hosts reach mounted?",
+    }
 }
 
 #[cfg(test)]

@@ -156,8 +156,9 @@ impl Host {
             self.check_bridges(&definition.cards)?;
             Arrival::expect(&self.arrivals, &self.config.name, &definition)
         };
+        let files = self.files_of(&definition);
         let (process, keeper) =
-            self.spawn_ordered_keeper(task.vm(), None, &KeepersOrder::Restore)?;
+            self.spawn_ordered_keeper(task.vm(), None, &KeepersOrder::Restore, &files)?;
         keeper.set_write_timeout(Some(WRITE_TIMEOUT))?;
         Ok((process, arrival, keeper))
     }

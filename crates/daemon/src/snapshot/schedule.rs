@@ -60,12 +60,18 @@ fn run(host: &Weak<Host>, name: &GroupName, cluster: &ClusterConfig) {
                 }
             }
             let (group, reason) = (name.clone(), error.to_string());
+            host.findings.lock().note_snapshot(name, Some(format!("cannot be taken: {reason}")));
             host.events.record(EventKind::SnapshotFailed { group, reason });
             continue;
         }
-        if let Err(error) = host.expire(name, schedule.retention) {
-            warn!("old snapshots of {name} were not deleted: {error}");
+        let expired = host.expire(name, schedule.retention);
+        let kept = expired
+            .err()
+            .map(|error| format!("are taken, and old ones cannot be deleted: {error}"));
+        if let Some(words) = &kept {
+            warn!("scheduled snapshots of {name} {words}");
         }
+        host.findings.lock().note_snapshot(name, kept);
     }
 }
 

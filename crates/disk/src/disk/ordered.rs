@@ -108,14 +108,14 @@ impl Ordered<'_> {
     /// Keeps the marks of what failed: it may have been done in part.
     fn keep(&self, offset: u64, len: u64) {
         if let Some(changes) = self.disk.changes() {
-            changes.keep(offset, len);
+            self.disk.counted(|| changes.keep(offset, len));
         }
     }
 
     fn begin(&mut self, offset: u64, len: u64) -> io::Result<()> {
         self.disk.await_edges(offset, len)?;
         if let Some(changes) = self.disk.changes() {
-            changes.mark(offset, len)?;
+            self.disk.counted(|| changes.mark(offset, len))?;
         }
         if let Some(changed) = &mut self.order.since_base {
             changed.insert(changed.touched(offset, len));

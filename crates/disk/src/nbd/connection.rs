@@ -6,13 +6,14 @@
 
 use super::handshake::{ConnectionError, Export, Outcome, negotiate};
 use super::protocol::{Command, REQUEST_BYTES, Request, Status, reply};
-use super::reading::ColdRead;
+use super::reading::{ColdRead, UnderWay};
 use super::traffic::Counters;
 use crate::disk::Disk;
 use crate::image::Space;
 use crate::lent::Loan;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{setsockopt, sockopt};
+use std::cell::RefCell;
 use std::io::{self, BufReader, IoSlice, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -82,7 +83,7 @@ pub(super) fn serve(
     input.get_mut().patience = None;
 
     let replies = Arc::new(Replies::new(stream, served.disk.clone()));
-    let connection = Connection { served, replies, readers };
+    let connection = Connection { served, replies, readers, cold: RefCell::default() };
     connection.transmission(&mut input)
 }
 
@@ -171,6 +172,8 @@ pub(super) struct Connection<'a> {
     pub(super) served: &'a Served,
     pub(super) replies: Arc<Replies>,
     pub(super) readers: &'a Crew<ColdRead>,
+    /// Reads that changes of the same wait for.
+    pub(super) cold: RefCell<Vec<UnderWay>>,
 }
 
 impl Connection<'_> {
@@ -232,6 +235,7 @@ impl Connection<'_> {
         let counters = &self.served.counters;
         let disk = &self.served.disk;
         let guest = || {
+            self.await_reads_of(request);
             // Before the lock, which others need while this waits.
             disk.await_edges(offset, len)?;
             disk.ordered_for_guest()
@@ -349,9 +353,12 @@ impl Buffer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::nbd::AwaitedRead;
+    use crate::reads::{ReadFollower, Reads, Span};
     use nix::errno::Errno;
     use std::cell::Cell;
     use understudy_protocol::DiskIndex;
+    use understudy_threads::{Waitable, Worker};
 
     /// Regression: it counted as open for good: a QEMU that hung later passed for one that waits
     /// for its disk.
@@ -376,6 +383,78 @@ mod tests {
         assert!(disk.has_requests() && disk.withholds_errors());
         disk.let_pass();
         assert!(!disk.has_requests());
+    }
+
+    /// Reads everything here.
+    struct Passing;
+
+    impl ReadFollower for Passing {
+        fn came(&self, read: AwaitedRead) -> Option<AwaitedRead> {
+            Some(read)
+        }
+
+        fn failed(&self, _: DiskIndex, _: Span, _: &io::Error) {}
+    }
+
+    fn request(command: u16, offset: u64, length: u32) -> Request {
+        let mut header = [0; REQUEST_BYTES];
+        header[..4].copy_from_slice(&0x2560_9513_u32.to_be_bytes());
+        header[6..8].copy_from_slice(&command.to_be_bytes());
+        header[16..24].copy_from_slice(&offset.to_be_bytes());
+        header[24..28].copy_from_slice(&length.to_be_bytes());
+        Request::parse(&header).unwrap()
+    }
+
+    /// It was overtaken, on whichever host it had to wait for the device: the other one's guest read something else.
+    #[test]
+    fn in_lockstep_no_write_overtakes_a_read_of_the_same() {
+        let dir = tempfile::tempdir().unwrap();
+        let image = dir.path().join("image");
+        std::fs::write(&image, b"").unwrap();
+        let disk = Arc::new(Disk::open(DiskIndex(0), &image, 8192).unwrap());
+        disk.set_reads(Reads::Followed(Arc::new(Passing)));
+        let export = Export { name: String::new(), bytes: 8192 };
+        let (counters, aside) = (Arc::default(), Arc::default());
+        let served = Served { disk: disk.clone(), export, counters, aside };
+        let (stream, _client) = UnixStream::pair().unwrap();
+        let replies = Arc::new(Replies::new(stream, disk.clone()));
+        let gate = Arc::new(Waitable::new(false));
+        let waits = gate.clone();
+        let readers = Crew::new("read-test", 1, move || {
+            let waits = waits.clone();
+            let worker: Worker<ColdRead> = Box::new(move |read| {
+                drop(waits.wait_while(waits.lock(), |open| !*open));
+                drop(read);
+            });
+            worker
+        });
+        let first_byte = |at| {
+            let mut byte = [0];
+            disk.read(at, &mut byte).unwrap();
+            byte[0]
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let cold = RefCell::default();
+                let connection = Connection { served: &served, replies, readers: &readers, cold };
+                (0..3).for_each(|_| disk.request_begins());
+                // A read that fails at once is one that a reader tries again.
+                let read = request(0, 4096, 8192);
+                connection.read(read, &mut Buffer::default(), &mut Loan::default());
+                for offset in [0, 4096] {
+                    let write = Command::Write { fua: false };
+                    connection.change(request(1, offset, 512), write, &[7; 512]);
+                }
+            });
+            while first_byte(0) != 7 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            std::thread::sleep(Duration::from_millis(100));
+            let before = first_byte(4096);
+            gate.change(|open| *open = true);
+            assert_eq!(before, 0, "the write has overtaken the read");
+        });
+        assert_eq!(first_byte(4096), 7);
     }
 
     /// A door at which somebody knocks who cannot be let in before the third time, or at all.

@@ -5,10 +5,12 @@ use super::connection::{Buffer, Connection, LENT_BYTES, Replies, Served};
 use super::protocol::{Request, Status, reply};
 use crate::lent::Loan;
 use crate::reads::{ReadFollower, ReadRecorder, ReadSink, Reads, Span};
+use std::convert::Infallible;
 use std::fmt;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, RecvError, Sender, TryRecvError, channel};
 use std::thread;
 use std::time::Duration;
 use understudy_protocol::DiskIndex;
@@ -25,6 +27,33 @@ pub(super) struct ColdRead {
     request: Request,
     replies: Arc<Replies>,
     beside: Beside,
+    /// Closed when it has been read, if a write of what it reads waits for that.
+    _done: Option<Sender<Infallible>>,
+}
+
+/// A cold read that a later write may not overtake.
+pub(super) struct UnderWay {
+    at: Span,
+    done: Receiver<Infallible>,
+}
+
+impl UnderWay {
+    /// A read of this, and what it holds until it has been read.
+    fn begin(at: Span) -> (UnderWay, Sender<Infallible>) {
+        let (holder, done) = channel();
+        (UnderWay { at, done }, holder)
+    }
+
+    fn is_over(&self) -> bool {
+        self.done.try_recv() == Err(TryRecvError::Disconnected)
+    }
+
+    /// Waits for its end, if a change of this would show in it.
+    fn await_before(&self, change: Span) {
+        if self.at.overlaps(change) {
+            let Err(RecvError) = self.done.recv();
+        }
+    }
 }
 
 /// Action that is done about a read, beside answering it.
@@ -38,7 +67,34 @@ enum Beside {
     Followed(Arc<dyn ReadFollower>),
 }
 
+impl Beside {
+    /// Whether the guest runs on two hosts, in lockstep, and reads this image.
+    fn must_agree(&self) -> bool {
+        matches!(self, Beside::Copied | Beside::Recorded(..) | Beside::Followed(_))
+    }
+}
+
 impl Connection<'_> {
+    /// In lockstep each read gives what the image has at its turn: this waits until none is under way
+    /// that a change of this would show in, which on the other host it may not.
+    pub(super) fn await_reads_of(&self, change: &Request) {
+        let mut cold = self.cold.borrow_mut();
+        cold.iter().for_each(|read| read.await_before(span(change)));
+        cold.retain(|read| !read.is_over());
+    }
+
+    fn hand(&self, request: Request, beside: Beside) {
+        let done = beside.must_agree().then(|| {
+            let (read, done) = UnderWay::begin(span(&request));
+            let mut cold = self.cold.borrow_mut();
+            cold.retain(|read| !read.is_over());
+            cold.push(read);
+            done
+        });
+        let replies = self.replies.clone();
+        self.readers.hand(ColdRead { request, replies, beside, _done: done });
+    }
+
     pub(super) fn read(&self, request: Request, buffer: &mut Buffer, loan: &mut Loan) {
         let Some(beside) = self.begin(&request) else { return };
         // Whoever looks on wants what the guest got, so that needs a copy.
@@ -50,8 +106,7 @@ impl Connection<'_> {
         let result = self.served.disk.read_if_cached(request.offset, data);
         let again = result.is_err() && matches!(beside, Beside::Followed(_));
         if matches!(result, Ok(false)) || again {
-            let read = ColdRead { request, replies: self.replies.clone(), beside };
-            return self.readers.hand(read);
+            return self.hand(request, beside);
         }
         self.served.answer_read(&request, result.map(|_| ()), data, &self.replies, &beside);
     }
@@ -104,7 +159,7 @@ fn span(request: &Request) -> Span {
 
 impl Served {
     fn read_cold(&self, read: ColdRead, buffer: &mut Buffer) {
-        let ColdRead { request, replies, beside } = read;
+        let ColdRead { request, replies, beside, _done } = read;
         let data = buffer.get(request.length as usize);
         let mut result = self.disk.read(request.offset, data);
         if let Beside::Followed(follower) = &beside {

@@ -7,6 +7,9 @@ use understudy_network::{FIRST_VLAN, LAST_VLAN, VlanSet, Vlans};
 use understudy_qemu::definition::{CardDefinition, CardModel, TpmModel, Vga};
 
 /// Directory where libvirt's swtpms keep their state.
+/// What is to be known of a card on libvirt's own network.
+const NAT: &str = ", which is libvirt's NAT, another network on each: a take-over cuts every connection through it. \
+                   For protection put the card on a bridge of one Ethernet segment: --bridge default=br0";
 const TPM_STATES: &str = "/var/lib/libvirt/swtpm";
 
 pub(super) fn devices(draft: &mut Draft<'_>, devices: &Element) {
@@ -175,16 +178,19 @@ fn card(draft: &mut Draft<'_>, card: &Element) {
         ("bridge", _) => source("bridge"),
         ("network", network) => {
             let known = draft.surroundings.bridges.get(&network).cloned();
-            // As libvirt's package comes.
-            let packaged = (network == "default").then(|| "virbr0".to_owned());
-            let Some(bridge) = known.or(packaged) else {
-                let why = format!("say which bridge the network is: --bridge {network}=BRIDGE");
-                return draft.refused(card.line, what, why);
+            let (bridge, words) = match known {
+                Some(bridge) => (bridge, String::new()),
+                // As libvirt's package comes.
+                None if network == "default" => ("virbr0".to_owned(), NAT.to_owned()),
+                None => {
+                    let why = format!("say which bridge the network is: --bridge {network}=BRIDGE");
+                    return draft.refused(card.line, what, why);
+                }
             };
             draft.changed(
                 card.line,
                 what.clone(),
-                format!("network {network} is bridge {bridge}, on every host"),
+                format!("network {network} is bridge {bridge}, on every host{words}"),
             );
             bridge
         }

@@ -2,9 +2,8 @@
 //! never.
 
 use super::Port;
-use crate::limit::Limit;
+use crate::limit::{Limit, boot_time};
 use std::sync::atomic::Ordering;
-use std::time::Instant;
 use understudy_protocol::{Epoch, Time};
 
 impl Port {
@@ -47,11 +46,11 @@ impl Port {
     }
 
     /// The backup has `epoch` and all before it: sends their frames. That this host
-    /// may do so was known at `entitled`; long after it, they wait once more.
+    /// may do so was known at `entitled`, by [`boot_time`]; long after it, they wait once more.
     ///
     /// # Panics
     /// If output is held and `epoch` has not ended.
-    pub fn release_through(&self, epoch: Epoch, entitled: Instant) {
+    pub fn release_through(&self, epoch: Epoch, entitled: Time) {
         let mut outbound = self.shared.outbound();
         outbound.buffer.release_through(epoch);
         outbound.entitled = entitled;
@@ -74,12 +73,12 @@ impl Port {
     /// As [`hold`](Self::hold) does.
     pub fn unhold(&self, current: Epoch) {
         let mut outbound = self.shared.outbound();
-        outbound.permitted_until = Instant::now();
+        outbound.permitted_until = boot_time();
         outbound.buffer.unhold(current);
     }
 
-    /// Output that is not held may leave until then.
-    pub fn permit(&self, until: Instant) {
+    /// Output that is not held may leave until then, by [`boot_time`].
+    pub fn permit(&self, until: Time) {
         let mut outbound = self.shared.outbound();
         outbound.permitted_until = until;
         outbound.buffer.release_unheld();
@@ -87,7 +86,7 @@ impl Port {
         self.shared.flush();
     }
 
-    /// Output leaves until then at most, by [`boot_time`](crate::boot_time), whatever the gate says.
+    /// Output leaves until then at most, by [`boot_time`], whatever the gate says.
     /// What comes later waits for another limit; none ends that.
     pub fn limit_output(&self, until: Option<Time>) {
         self.shared.outbound().limit = Limit(until);

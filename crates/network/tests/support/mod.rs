@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use understudy_network::*;
-use understudy_protocol::CardIndex;
+use understudy_protocol::{CardIndex, Time};
 
 pub const GUEST: MacAddress = MacAddress([0x52, 0x54, 0, 0x12, 0x34, 0x56]);
 pub const DEADLINE: Duration = Duration::from_secs(60);
@@ -87,8 +87,8 @@ pub fn open(live: bool) -> Port {
 
 /// The time of a release that does not go out of date, however long a busy machine runs
 /// something else before it writes the frames.
-pub fn fresh() -> Instant {
-    Instant::now() + DEADLINE
+pub fn fresh() -> Time {
+    boot_time() + DEADLINE
 }
 
 /// A broadcast frame of the test's own EtherType.

@@ -3,6 +3,7 @@
 use super::failure::OwnFailure;
 use crate::messages::{Piece, WholeEpoch};
 use anyhow::{Context, bail, ensure};
+use std::io;
 use std::sync::Arc;
 use understudy_cluster::messages::KeepOrder;
 use understudy_disk::Disk;
@@ -110,11 +111,11 @@ fn apply(
         Piece::DiskWrite(write) => {
             let range = write.range();
             let disk = &machine.disks()[usize::from(range.disk.0)];
-            disk.write(range.offset, write.data()).with_context(|| cannot_write(disk))?;
+            disk.write(range.offset, write.data()).map_err(|error| cannot_write(disk, error))?;
         }
         Piece::DiskZero(range) => {
             let disk = &machine.disks()[usize::from(range.disk.0)];
-            disk.zero(range.offset, range.length).with_context(|| cannot_write(disk))?;
+            disk.zero(range.offset, range.length).map_err(|error| cannot_write(disk, error))?;
         }
         Piece::Console(words) => {
             if let Some(console) = machine.console_output() {
@@ -130,8 +131,13 @@ fn apply(
     Ok(())
 }
 
-fn cannot_write(disk: &Disk) -> String {
-    format!("the backup cannot write to its mirror {}", disk.path().display())
+fn cannot_write(disk: &Disk, error: io::Error) -> anyhow::Error {
+    let words = format!("the backup cannot write to its mirror {}", disk.path().display());
+    match disk.is_outgrown(&error) {
+        // It would be brought up to date by the next session, and fail again.
+        true => OwnFailure::Mirror(format!("{words}: its device has no room for it")).into(),
+        false => anyhow::Error::new(error).context(words),
+    }
 }
 
 /// The checkpoint that a guest goes on from, beside its memory and disks.

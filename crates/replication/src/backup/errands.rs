@@ -1,7 +1,7 @@
 //! The errands of the thread that applies, as `understudy_session` gives them out: whole epochs in
 //! order, turns among them, until the VM is live here or forgotten.
 
-use super::activation::Readiness;
+use super::activation::{Readiness, replace_images};
 use super::apply::{Applied, Checkpoint, apply_epoch};
 use super::medium::media_of;
 use super::session::Session;
@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use tracing::error;
 use understudy_cluster::messages::KeepOrder;
-use understudy_disk::Mirror;
+use understudy_disk::{Mirror, Synced};
 use understudy_machine::tpm::TpmMirror;
 use understudy_memory::StillImage;
 use understudy_protocol::Epoch;
@@ -161,7 +161,9 @@ impl Session {
         // With the first whole epoch the mirrors are images of their own, which its TPM's state belongs to: until
         // then this host may have others, with theirs.
         let are_new = mirrors.is_some();
-        self.complete_mirrors(mirrors.into_iter().flatten())?;
+        if let Some(mirrors) = mirrors {
+            self.complete_mirrors(mirrors)?;
+        }
         if let Some(tpm) = &mut work.tpm {
             let _awaited = self.vitals.applying.begin();
             tpm.apply(number, &applied.checkpoint.device_state)?;
@@ -187,13 +189,11 @@ impl Session {
     }
 
     /// The epoch is acknowledged, and no copy to go on with until they are whole: what takes long here is told.
-    fn complete_mirrors(&self, mirrors: impl Iterator<Item = Mirror>) -> anyhow::Result<()> {
+    fn complete_mirrors(&self, mirrors: Vec<Mirror>) -> anyhow::Result<()> {
         let awaited = self.vitals.applying.begin();
-        for mirror in mirrors {
-            awaited.again();
-            mirror.complete()?;
-        }
-        Ok(())
+        let synced = Synced::of(mirrors, || awaited.again())?;
+        awaited.again();
+        replace_images(&self.records, &self.vm, self.position().0, synced)
     }
 
     /// A disk that hangs is noticed by how far this comes.

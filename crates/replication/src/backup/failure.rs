@@ -13,6 +13,11 @@ pub(super) enum OwnFailure {
 }
 
 impl OwnFailure {
+    /// The failure that this error is: of something else, unless it says that it is a mirror's.
+    pub fn of(error: anyhow::Error) -> OwnFailure {
+        error.downcast().unwrap_or_else(OwnFailure::other)
+    }
+
     /// The failure of something else than a mirror.
     pub fn other(error: impl Into<anyhow::Error>) -> OwnFailure {
         OwnFailure::Other(format!("{:#}", error.into()))

@@ -7,6 +7,7 @@
 
 mod activation;
 mod apply;
+mod boot_file;
 mod control;
 mod errands;
 mod failure;
@@ -35,9 +36,9 @@ use crate::paths::PathMonitor;
 use crate::records::Records;
 use crate::sync::ByteBudget;
 use anyhow::{Context, bail};
+use boot_file::BootFile;
 use session::Present;
-use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -74,6 +75,7 @@ pub fn receive_files(
     mirrors: &[Mirror],
 ) -> anyhow::Result<VmDefinition> {
     let mut boot = BootFiles::default();
+    let mut received = Vec::new();
     for file in &offer.files {
         let (place, name) = match file.role {
             FileRole::Firmware => (&mut boot.firmware, "firmware"),
@@ -84,11 +86,17 @@ pub fn receive_files(
                 continue;
             }
         };
-        *place = Some(receive_boot_file(link, file, directory, name)?);
+        let file = BootFile::receive(link, file, directory, name)?;
+        *place = Some(file.path().to_owned());
+        received.push(file);
     }
     let message = link.receive()?;
     if message.header.kind != Kind::Prepare {
         bail!("the primary sent {:?} where Prepare was due", message.header.kind);
+    }
+    // Those of this host's images stay until all have come.
+    for file in received {
+        file.take_name().context("cannot replace the VM's boot files")?;
     }
     Ok(offer.definition.here(boot, mirrors.iter().map(Mirror::target).collect())?)
 }
@@ -108,20 +116,6 @@ fn receive_disk_head(
         Ok(())
     })
     .with_context(|| format!("cannot receive the beginning of disk {index}"))
-}
-
-fn receive_boot_file(
-    link: &Link,
-    file: &FileOffer,
-    directory: &Path,
-    name: &str,
-) -> anyhow::Result<PathBuf> {
-    let path = directory.join(name);
-    File::create(&path)
-        .map_err(Into::into)
-        .and_then(|mut target| receive_file(link, file.bytes, |piece| target.write_all(piece)))
-        .with_context(|| format!("cannot receive the VM's {name} into {}", path.display()))?;
-    Ok(path)
 }
 
 fn receive_file(

@@ -107,7 +107,7 @@ impl Session {
             Piece::Pages(_) | Piece::DiskWrite(_) | Piece::DiskZero(_)
                 if header.epoch == Epoch(0) =>
             {
-                return Ok(apply_alone(&self.machine(), piece).map_err(OwnFailure::other)?);
+                return Ok(apply_alone(&self.machine(), piece).map_err(OwnFailure::of)?);
             }
             Piece::LogBegins => self.expect_log(header.epoch)?,
             Piece::LogEnds(_) => self.expect_end_of_log()?,
@@ -149,8 +149,17 @@ impl Session {
             staging.pass(epoch);
             self.event(Event::Logged(epoch));
         }
-        following.await_room();
+        self.await_room_behind(&following);
         Ok(())
+    }
+
+    /// Waits until QEMU has less log before it. Its primary hears that this host works: whether QEMU
+    /// and its disks do is watched (`watch`), and for how long they may not.
+    fn await_room_behind(&self, following: &Following) {
+        while !following.await_room(WORD_INTERVAL) {
+            let worked = self.worked.fetch_add(1, Ordering::Relaxed) + 1;
+            self.say(&ToPrimary::Works(worked));
+        }
     }
 
     /// Waits for room. While this host reads nothing, its primary hears whether it works.

@@ -81,7 +81,7 @@ pub struct Session {
     /// Keeper of the image for snapshots of the VM.
     pub(super) keeper: Arc<Keeper>,
     pub(super) received: AtomicU64,
-    /// Bytes that were applied.
+    /// Bytes that were applied, and words that QEMU is waited for in lockstep.
     pub(super) worked: AtomicU64,
     /// Whether it could be started now.
     pub(super) vitals: Vitals,
@@ -273,18 +273,23 @@ impl Session {
 
     /// Lockstep: QEMU does not follow the log any more. What it did last is kept.
     pub fn diverged(&self, reason: &str) {
+        // What follows waits for a disk, and meanwhile it could win the VM.
+        self.event(Event::Doomed);
         self.distrust_mirrors();
-        let kept = self
-            .following()
-            .map(|following| evidence::keep(&self.directory, &self.machine(), &following, reason));
-        let reason = match kept {
-            Some(Ok(place)) => format!("{reason}; see {} on this backup", place.display()),
-            Some(Err(error)) => format!("{reason}; nothing was kept of it: {error:#}"),
-            None => reason.to_owned(),
-        };
+        let reason = self.with_evidence(self.following().as_deref(), reason);
         // Told when this host has given up, never before: the primary hangs up then, and this
         // host must not contest the VM for that.
         self.event(Event::Diverged(reason));
+    }
+
+    /// Keeps the evidence of a divergence for this reason, and says where.
+    pub(super) fn with_evidence(&self, following: Option<&Following>, reason: &str) -> String {
+        let keep = |log| evidence::keep(&self.directory, &self.machine(), log, reason);
+        match following.map(keep) {
+            Some(Ok(place)) => format!("{reason}; see {} on this backup", place.display()),
+            Some(Err(error)) => format!("{reason}; nothing was kept of it: {error:#}"),
+            None => reason.to_owned(),
+        }
     }
 
     /// Notes that this standby's QEMU ended, which a log that makes no sense to it may be the cause

@@ -6,9 +6,10 @@ pub use clock::{Clock, Stage};
 
 use super::activation::Readiness;
 use super::apply::Checkpoint;
+use super::failure::OwnFailure;
 use super::session::Session;
 use crate::clock::now;
-use crate::lockstep::backup::{self as lockstep, Following};
+use crate::lockstep::backup::{self as lockstep, Following, NoEnd};
 use crate::moments::pass;
 use std::sync::Arc;
 use understudy_machine::Machine;
@@ -54,11 +55,21 @@ impl Session {
         // The guest tells of none of its writes.
         self.keeper.end();
         if let Some(following) = log {
-            lockstep::await_end(&self.machine(), following)?;
+            self.execute_rest(following)?;
         }
         self.clock.reach(Stage::Executed);
         pass("before-activation");
         Ok(())
+    }
+
+    /// Executes what is left of a log that has ended.
+    pub(super) fn execute_rest(&self, following: &Following) -> Result<(), OwnFailure> {
+        lockstep::await_end(&self.machine(), following).map_err(|no_end| match no_end {
+            NoEnd::Diverged(reason) => {
+                OwnFailure::Mirror(self.with_evidence(Some(following), &reason))
+            }
+            NoEnd::Other(reason) => OwnFailure::Other(reason),
+        })
     }
 
     /// Ends a copy that this host has won and does not start.

@@ -199,7 +199,7 @@ impl Session {
     /// mirrors then, which are the primary's again.
     pub(super) fn leave_log(&self, following: &Arc<Following>) -> anyhow::Result<()> {
         let machine = self.machine();
-        lockstep::await_end(&machine, following)?;
+        self.execute_rest(following)?;
         following.leave();
         lockstep::stop(&machine)?;
         for disk in machine.disks() {

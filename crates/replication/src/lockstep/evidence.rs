@@ -1,6 +1,7 @@
 //! The evidence that is kept of a backup that has diverged, for whoever looks for the cause.
 
 use super::backup::Following;
+use crate::moments::pass;
 use anyhow::Context;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,6 +21,7 @@ pub fn keep(
     following: &Following,
     reason: &str,
 ) -> anyhow::Result<PathBuf> {
+    pass("keep-evidence");
     let directory = vm_directory.join(DIRECTORY);
     let write = || -> std::io::Result<()> {
         match fs::remove_dir_all(&directory) {

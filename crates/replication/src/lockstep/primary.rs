@@ -24,14 +24,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tracing::info;
 use understudy_encoding::MOST_LOG_BYTES;
-use understudy_lockstep::{Batcher, MOST_LAG, Pace};
+use understudy_lockstep::{Batcher, LogEnd, LogPosition, MOST_LAG, Pace};
 use understudy_machine::Machine;
 use understudy_machine::doorbell::Ringing;
 use understudy_machine::pause::Pause;
 use understudy_protocol::wire::LogProgress;
 use understudy_protocol::{Epoch, PrimaryPhase};
 use understudy_qemu::Monitor;
-use understudy_qemu::lockstep::{LogChannel, Request};
+use understudy_qemu::lockstep::LogChannel;
 use understudy_report::{DiskReads, LockstepReport};
 use understudy_session::primary::Event;
 use understudy_threads::{Mutex, lock};
@@ -54,6 +54,13 @@ const SPACING: Duration = Duration::from_millis(1);
 
 /// The largest piece in which what disk reads gave travels.
 const READS_PIECE_BYTES: usize = 1 << 20;
+
+/// The log is read in pieces.
+const PIECE_BYTES: usize = 64 << 10;
+
+/// The most that is kept of a log while its guest is being stopped; what comes then finds room in a
+/// batch beside it, as all that QEMU's socket holds does.
+const KEPT_BYTES: usize = 1 << 20;
 
 /// The longest time that anything waits without looking again.
 const LONGEST_WAIT: Duration = Duration::from_millis(500);
@@ -81,6 +88,8 @@ pub struct Recording {
 /// The flow of the log: how far it has got.
 #[derive(Debug)]
 struct Flow {
+    /// Bytes of log that had passed QEMU where this one begins.
+    begins: u64,
     batcher: Batcher,
     rate: Rate,
     /// Progress of the backup's QEMU.
@@ -104,6 +113,7 @@ impl Recording {
             comparer: Comparer::default(),
             reads: logged.then(|| ReadTrail::new(machine.disks().len(), wake)),
             flow: Mutex::new(Flow {
+                begins: 0,
                 batcher: Batcher::new(epoch, UNACKNOWLEDGED_BYTES),
                 rate: Rate::default(),
                 progress: LogProgress::default(),
@@ -191,9 +201,9 @@ pub enum Followed {
 pub fn run(
     session: &Session,
     machine: &Machine,
-    recording: &Recording,
+    recording: &Arc<Recording>,
 ) -> anyhow::Result<Followed> {
-    let log = machine.log().context("this QEMU does not record")?;
+    let batches = Batches::new(session, machine, recording)?;
     let ringing = machine.doorbell().listen().context("cannot make an eventfd")?;
     be_urgent();
     recording.begin();
@@ -203,11 +213,10 @@ pub fn run(
         session,
         machine,
         recording,
-        log,
+        batches,
         ringing,
         log_since: None,
         cut_at: Instant::now(),
-        batch: Vec::new(),
     };
     let followed = cutter.follow();
     if let Ok(Followed::UntilTurn) = followed {
@@ -227,42 +236,38 @@ pub fn run(
 }
 
 /// The guest stands still, and its log begins behind the bytes that have passed QEMU.
-pub fn begin(machine: &Machine, position: u64) -> anyhow::Result<()> {
+pub fn begin(machine: &Machine, recording: &Recording, position: u64) -> anyhow::Result<()> {
     let log = machine.log().context("this QEMU does not record")?;
     fail::fail_point!("log-begins", |_| anyhow::bail!("a test says so"));
-    log.begin_log(position).context("the log does not begin where the machine was copied")
+    log.begin_log(position).context("the log does not begin where the machine was copied")?;
+    lock(&recording.flow).begins = position;
+    Ok(())
 }
 
-/// Stops the guest where its log ends, and gives what came of it meanwhile: there may be no room for
-/// the last of it before.
+/// Stops the guest where its log ends. What comes of it meanwhile is read, and goes in batches if it is
+/// much: there may be no room for the last of it before.
 pub fn pause_at_end<'m>(
     machine: &'m Machine,
     monitor: &'m mut Monitor,
-) -> anyhow::Result<(Pause<'m>, Vec<u8>)> {
-    let log = machine.log().context("this QEMU does not record")?;
-    fill_in_a_test(log);
-    let (mut came, mut read) = (Vec::new(), Ok(()));
+    batches: &mut Batches<'_>,
+) -> anyhow::Result<Pause<'m>> {
+    fill_in_a_test(batches)?;
+    let mut read = Ok(());
     let mut read_more = || {
         if read.is_ok() {
-            read = read_on(log, &mut came);
+            read = batches.take_in();
         }
     };
     let pause = machine.pause_at_end(monitor, &mut read_more)?;
     read?;
-    Ok((pause, came))
+    Ok(pause)
 }
 
 /// The guest stands still, and its log has ended with this epoch, of which the rest of the log is
-/// a part; some of that has come already. Sends what disk reads gave, and gives that rest.
-pub fn end(
-    session: &Session,
-    machine: &Machine,
-    recording: &Recording,
-    epoch: Epoch,
-    mut rest: Vec<u8>,
-) -> anyhow::Result<Vec<u8>> {
-    let log = machine.log().context("this QEMU does not record")?;
-    read_on(log, &mut rest)?;
+/// a part. Sends what disk reads gave, and gives that rest.
+pub fn end(mut batches: Batches<'_>, epoch: Epoch, position: u64) -> anyhow::Result<LogEnd> {
+    let rest = batches.end(position)?;
+    let Batches { session, machine, recording, .. } = batches;
     if let Some(reads) = &recording.reads {
         send_reads(session, epoch, &reads.take());
         reads.close();
@@ -274,8 +279,7 @@ pub fn end(
 /// Sends QEMU's log to nowhere, since nobody follows any more.
 pub fn release(machine: &Machine) -> anyhow::Result<()> {
     let log = machine.log().context("this QEMU does not record")?;
-    log.ask(Request::Detach)?;
-    Ok(log.discard_log()?)
+    Ok(log.release()?)
 }
 
 /// The next thing that the log's thread does.
@@ -286,32 +290,31 @@ enum Turn {
     End,
 }
 
-/// Cuts the log into batches.
+/// Decides when a batch is cut.
 struct Cutter<'a> {
     session: &'a Session,
     machine: &'a Machine,
     recording: &'a Recording,
-    log: &'a LogChannel,
+    batches: Batches<'a>,
     ringing: Ringing<'a>,
     /// Time since which there has been log that nobody has read.
     log_since: Option<Instant>,
     /// Time at which the last batch was cut.
     cut_at: Instant,
-    batch: Vec<u8>,
 }
 
 impl Cutter<'_> {
     fn follow(mut self) -> anyhow::Result<Followed> {
         loop {
             match self.next()? {
-                Turn::Batch => self.cut(false)?,
+                Turn::Batch => self.cut()?,
                 Turn::HandOver => {
                     self.hand_over()?;
                     return Ok(Followed::ToTheEnd);
                 }
                 Turn::Checkpoints => {
                     // So that there is room for what stopping logs.
-                    self.cut(false)?;
+                    self.cut()?;
                     return Ok(Followed::UntilTurn);
                 }
                 Turn::End => return Ok(Followed::ToTheEnd),
@@ -325,11 +328,6 @@ impl Cutter<'_> {
             self.ringing.clear();
             if !matches!(self.session.phase(), PrimaryPhase::Syncing | PrimaryPhase::Protected) {
                 return Ok(Turn::End);
-            }
-            if !self.session.has_committed(self.recording.machine) {
-                // It is on its way; nothing may overtake it.
-                self.wait(false, LONGEST_WAIT)?;
-                continue;
             }
             let must_wait = self.must_wait();
             self.recording.blocked.store(must_wait, Ordering::Release);
@@ -369,9 +367,12 @@ impl Cutter<'_> {
         }
     }
 
-    /// No log is read: the guest will stand still. The backup of a planned fail-over executes
-    /// the rest in any case.
+    /// No log is read: the guest will stand still. What it begins behind is on its way, which nothing may
+    /// overtake. The backup of a planned fail-over executes the rest in any case.
     fn must_wait(&self) -> bool {
+        if !self.session.has_committed(self.recording.machine) {
+            return true;
+        }
         let far = self.recording.is_far_behind() && !self.session.was_handed_over();
         far || lock(&self.recording.flow).batcher.room() == 0 || !self.session.may_capture()
     }
@@ -381,7 +382,7 @@ impl Cutter<'_> {
         let readable = PollFlags::POLLIN;
         let mut both = [
             PollFd::new(self.ringing.as_fd(), readable),
-            PollFd::new(self.log.log.as_fd(), readable),
+            PollFd::new(self.batches.log.log.as_fd(), readable),
         ];
         let fds = if for_log { &mut both[..] } else { &mut both[..1] };
         match ppoll(fds, Some(TimeSpec::from_duration(longest)), None) {
@@ -392,53 +393,110 @@ impl Cutter<'_> {
         }
     }
 
-    /// Cuts a batch, in this order: what was sent so far belongs to the batch; all the log that led
-    /// to it has left QEMU; so has the data of all reads whose ends that log tells, and goes first;
-    /// the batch goes.
-    fn cut(&mut self, last: bool) -> anyhow::Result<()> {
-        let Some(epoch) = self.session.cut_batch(last) else { return Ok(()) };
+    fn cut(&mut self) -> anyhow::Result<()> {
         self.log_since = None;
         self.cut_at = Instant::now();
-        read_on(self.log, &mut self.batch)?;
-        {
-            let mut flow = lock(&self.recording.flow);
-            let number = flow.batcher.cut(self.batch.len());
-            ensure!(number == epoch, "batch {number} of the log is epoch {epoch}");
-            let end = flow.batcher.end();
-            flow.rate.note(end.0);
-        }
-        if let Some(reads) = &self.recording.reads {
-            send_reads(self.session, epoch, &reads.take());
-        }
-        // After the log was read: none from behind the places has been.
-        for comparison in self.recording.comparer.take() {
-            send(self.session, &ToBackup::Compare { epoch, comparison });
-        }
-        fail::fail_point!("before-log");
-        send(self.session, &ToBackup::Log { epoch, log: Cow::Borrowed(&self.batch) });
-        self.session.data.note_end(epoch);
-        self.batch.clear();
-        Ok(())
+        self.batches.cut()
     }
 
     /// A planned fail-over: the guest stands still, the last of its log goes over, and the
     /// backup runs it.
     fn hand_over(&mut self) -> anyhow::Result<()> {
         // So that there is room for what stopping logs.
-        self.cut(false)?;
-        {
+        self.cut()?;
+        let position = {
             let _full_speed = self.session.pace.lift();
             self.machine.pass_on();
             let mut monitor = self.machine.monitor();
-            let (mut pause, came) = pause_at_end(self.machine, &mut monitor)?;
+            let mut pause = pause_at_end(self.machine, &mut monitor, &mut self.batches)?;
             // The backup has a state of its own; but the log ends where this one was saved.
-            pause.saved(&mut Vec::new())?;
-            self.batch = came;
-        }
-        self.cut(true)?;
+            pause.saved(&mut Vec::new())?
+        };
+        self.batches.cut_last(position)?;
         info!(vm = %self.session.vm, "the last of the log is on its way");
         self.session.await_hand_over();
         Ok(())
+    }
+}
+
+/// Reads QEMU's log, cuts it into batches and sends them.
+pub struct Batches<'a> {
+    session: &'a Session,
+    machine: &'a Machine,
+    recording: Arc<Recording>,
+    log: &'a LogChannel,
+    /// Log that was read and is in no batch yet.
+    batch: Vec<u8>,
+}
+
+impl<'a> Batches<'a> {
+    /// Those of a machine that records.
+    pub fn new(
+        session: &'a Session,
+        machine: &'a Machine,
+        recording: &Arc<Recording>,
+    ) -> anyhow::Result<Batches<'a>> {
+        let log = machine.log().context("this QEMU does not record")?;
+        Ok(Batches { session, machine, recording: recording.clone(), log, batch: Vec::new() })
+    }
+
+    /// Cuts a batch, in this order: what was sent so far belongs to the batch; all the log that led
+    /// to it has left QEMU; so has the data of all reads whose ends that log tells, and goes first;
+    /// the batch goes.
+    fn cut(&mut self) -> anyhow::Result<()> {
+        let Some(epoch) = self.session.cut_batch(false) else { return Ok(()) };
+        read_on(self.log, &mut self.batch, MOST_LOG_BYTES)?;
+        let log = std::mem::take(&mut self.batch);
+        self.send(epoch, &log)?;
+        self.batch = log;
+        self.batch.clear();
+        Ok(())
+    }
+
+    /// Cuts the last batch of a log that has ended at this position: what the guest sent has its log
+    /// there, or before.
+    fn cut_last(&mut self, position: u64) -> anyhow::Result<()> {
+        let rest = self.end(position)?;
+        match self.session.cut_batch(true) {
+            Some(epoch) => self.send(epoch, rest.log()),
+            None => Ok(()),
+        }
+    }
+
+    fn send(&self, epoch: Epoch, log: &[u8]) -> anyhow::Result<()> {
+        let Batches { session, recording, .. } = self;
+        {
+            let mut flow = lock(&recording.flow);
+            let number = flow.batcher.cut(log.len());
+            ensure!(number == epoch, "batch {number} of the log is epoch {epoch}");
+            let end = flow.batcher.end();
+            flow.rate.note(end.0);
+        }
+        if let Some(reads) = &recording.reads {
+            send_reads(session, epoch, &reads.take());
+        }
+        // After the log was read: none from behind the places has been.
+        for comparison in recording.comparer.take() {
+            send(session, &ToBackup::Compare { epoch, comparison });
+        }
+        fail::fail_point!("before-log");
+        send(session, &ToBackup::Log { epoch, log: Cow::Borrowed(log) });
+        session.data.note_end(epoch);
+        Ok(())
+    }
+
+    /// Reads what there is of a log that is about to end; much of it goes as a batch like others.
+    fn take_in(&mut self) -> anyhow::Result<()> {
+        read_on(self.log, &mut self.batch, KEPT_BYTES)?;
+        if self.batch.len() + PIECE_BYTES > KEPT_BYTES { self.cut() } else { Ok(()) }
+    }
+
+    /// The rest of the log, which has ended at this position and has left QEMU.
+    fn end(&mut self, position: u64) -> anyhow::Result<LogEnd> {
+        read_on(self.log, &mut self.batch, MOST_LOG_BYTES)?;
+        let flow = lock(&self.recording.flow);
+        let ends = LogPosition(position.saturating_sub(flow.begins));
+        Ok(flow.batcher.end_of_log(std::mem::take(&mut self.batch), ends)?)
     }
 }
 
@@ -454,19 +512,28 @@ fn send(session: &Session, message: &ToBackup<'_>) {
     }
 }
 
-/// A test has the log's socket fill before the guest is stopped.
-fn fill_in_a_test(_log: &LogChannel) {
-    fail::fail_point!("log-fills", |_| while !_log.status().is_blocked {
-        thread::sleep(Duration::from_millis(1));
+/// A test has the log's socket fill before the guest is stopped, behind so many MiB of log.
+fn fill_in_a_test(_batches: &mut Batches<'_>) -> anyhow::Result<()> {
+    fail::fail_point!("log-fills", |mib| {
+        let mib: u64 = mib.and_then(|mib| mib.parse().ok()).unwrap_or_default();
+        let goal = _batches.log.status().position + (mib << 20);
+        while _batches.log.status().position < goal {
+            _batches.take_in()?;
+            thread::sleep(Duration::from_millis(1));
+        }
+        while !_batches.log.status().is_blocked {
+            thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
     });
+    Ok(())
 }
 
-/// Reads all the log that is there now, as far as it finds room in a batch, which is far more than
-/// the socket's. What comes while it reads may be part of it.
-fn read_on(log: &LogChannel, batch: &mut Vec<u8>) -> anyhow::Result<()> {
-    const PIECE: usize = 64 << 10;
-    let mut piece = vec![0; PIECE];
-    while batch.len() + PIECE <= MOST_LOG_BYTES {
+/// Reads all the log that is there now, until `most` bytes have been read, which must leave room for
+/// all that the socket holds if none of it may stay there. What comes while it reads may be part of it.
+fn read_on(log: &LogChannel, batch: &mut Vec<u8>, most: usize) -> anyhow::Result<()> {
+    let mut piece = vec![0; PIECE_BYTES];
+    while batch.len() + PIECE_BYTES <= most {
         match log.read_now(&mut piece) {
             Ok(0) => anyhow::bail!("QEMU closed its log"),
             Ok(read) => batch.extend_from_slice(&piece[..read]),

@@ -129,15 +129,6 @@ pub enum ReadFailure {
     Unusable(String),
 }
 
-impl ReadFailure {
-    /// Words for people.
-    pub fn words(&self) -> &str {
-        match self {
-            ReadFailure::Diverged(words) | ReadFailure::Unusable(words) => words,
-        }
-    }
-}
-
 /// The results of the guest's reads on the backup.
 #[derive(Debug)]
 pub struct Reads {

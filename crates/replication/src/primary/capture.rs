@@ -10,7 +10,7 @@ use super::session::Session;
 use super::stats::milliseconds;
 use crate::clock;
 use crate::lockstep;
-use crate::lockstep::primary::{Followed, MACHINE};
+use crate::lockstep::primary::{Batches, Followed, MACHINE};
 use crate::messages::{Piece, device_state};
 use crate::moments::{pass, stand_still, strike};
 use anyhow::Context;
@@ -110,6 +110,8 @@ struct Capturer<'a> {
     /// Allowances of frames that go along with their epoch.
     allowances: Vec<Allowance>,
     last_pages: u64,
+    /// Time of the last scan that protected what it found.
+    scanned: Time,
     /// Closing of the epoch that is being closed, if a snapshot is made of it.
     closing: Option<Closing>,
     /// Bytes that the guest had sent and was given when the last epoch was closed.
@@ -136,6 +138,7 @@ impl<'a> Capturer<'a> {
             device_state: Vec::new(),
             allowances: super::outbound::allowances(machine),
             last_pages: 0,
+            scanned: clock::now(),
             closing: None,
             carried_bytes: session.carried(),
             urgency: urgency(session, machine),
@@ -282,6 +285,8 @@ impl<'a> Capturer<'a> {
         drop(unlimited);
         disks.iter().for_each(|disk| disk.end_checkpoint());
         let stopped = captured?;
+        // Of a log that ended others may have gone meanwhile.
+        let epoch = timing.epoch;
         timing.total_ms = milliseconds(watch.now - watch.started);
         self.session.note_resumed();
         self.last_pages = timing.pages + timing.precopied_pages;
@@ -296,7 +301,7 @@ impl<'a> Capturer<'a> {
             carried: carried.saturating_sub(std::mem::replace(&mut self.carried_bytes, carried)),
         };
         self.session.group.rendezvous().resumed(checkpoint, &self.session.policy);
-        self.session.group.ring();
+        self.session.group.ring_others();
         Ok(())
     }
 
@@ -322,6 +327,8 @@ impl<'a> Capturer<'a> {
         }
         let mut sent = Vec::new();
         for _ in 0..PRECOPY_ROUNDS {
+            let began = clock::now();
+            let written_for = began - std::mem::replace(&mut self.scanned, began);
             self.tracker.scan(&mut self.dirty)?;
             let found = self.dirty.pages();
             if !self.session.pace.may_precopy(found, &sent) {
@@ -331,8 +338,7 @@ impl<'a> Capturer<'a> {
             }
             sent.push(found);
             self.send_dirty(epoch)?;
-            // So few are written in the time of a round that another gains nothing.
-            if found < PRECOPY_PAGES {
+            if !pays_another_round(found, written_for, clock::now() - began) {
                 break;
             }
         }
@@ -347,23 +353,18 @@ impl<'a> Capturer<'a> {
         timing: &mut CheckpointTiming,
     ) -> anyhow::Result<Time> {
         let mut monitor = self.machine.monitor();
-        let epoch = self.session.running();
-        let (mut pause, came) = self.stop(cut, &mut monitor)?;
+        let (mut pause, log) = self.stop(cut, &mut monitor)?;
         let stopped = clock::now();
+        if log.is_some() {
+            // Batches may have gone while it was ending.
+            timing.epoch = self.session.running();
+            self.session.inbound.begin_epoch(timing.epoch.next());
+        }
         // Nobody runs on, or is copied, before all stand still.
         let group = &self.session.group;
         group.meet(self.session, || group.place_barrier(self.session, cut == Cut::Last))?;
-        match cut {
-            Cut::LogBegins => super::mirror::end(self.session),
-            Cut::LogEnds => {
-                let recording = self.session.recording().context("there is no log")?;
-                let (session, machine) = (self.session, self.machine);
-                let rest = lockstep::primary::end(session, machine, &recording, epoch, came)?;
-                // Before the guest runs, whose disk writes are refused until the log has ended.
-                session.outbox.put_now(Outgoing::Piece(epoch, Piece::LogEnds(rest)));
-                super::mirror::resume(session);
-            }
-            Cut::Plain | Cut::Last => {}
+        if cut == Cut::LogBegins {
+            super::mirror::end(self.session);
         }
         if cut == Cut::Plain && self.session.phase() == PrimaryPhase::Protected {
             self.closing = self.session.keep_in_pause();
@@ -374,6 +375,7 @@ impl<'a> Capturer<'a> {
         if saved_first {
             pause.saved(&mut self.device_state)?;
         }
+        self.scanned = clock::now();
         self.tracker.scan(&mut self.dirty)?;
         self.dirty.unite(&self.carried);
         timing.scan_ms = watch.lap();
@@ -384,9 +386,7 @@ impl<'a> Capturer<'a> {
         timing.copy_ms = watch.lap();
         if !saved_first {
             let position = pause.saved(&mut self.device_state)?;
-            if cut == Cut::LogBegins {
-                lockstep::primary::begin(self.machine, position)?;
-            }
+            self.bound_log(cut, log, timing.epoch, position)?;
         }
         self.pad_in_a_test();
         timing.blob_ms = watch.lap();
@@ -398,18 +398,49 @@ impl<'a> Capturer<'a> {
         Ok(stopped)
     }
 
-    /// Stops the guest; gives what came of a log that ends there, too.
-    fn stop<'m>(&self, cut: Cut, monitor: &'m mut Monitor) -> anyhow::Result<(Pause<'m>, Vec<u8>)>
+    /// Stops the guest; gives the log that ends there, too.
+    fn stop<'m>(
+        &self,
+        cut: Cut,
+        monitor: &'m mut Monitor,
+    ) -> anyhow::Result<(Pause<'m>, Option<Batches<'a>>)>
     where
         'a: 'm,
     {
         let machine: &'a Machine = self.machine;
         let errand = match cut {
-            Cut::LogEnds => return lockstep::primary::pause_at_end(machine, monitor),
+            Cut::LogEnds => {
+                let recording = self.session.recording().context("there is no log")?;
+                let mut log = Batches::new(self.session, machine, &recording)?;
+                let pause = lockstep::primary::pause_at_end(machine, monitor, &mut log)?;
+                return Ok((pause, Some(log)));
+            }
             Cut::LogBegins => LogErrand::Attach,
             Cut::Plain | Cut::Last => LogErrand::None,
         };
-        Ok((machine.pause(monitor, errand)?, Vec::new()))
+        Ok((machine.pause(monitor, errand)?, None))
+    }
+
+    /// The log begins, or ends, at this position, if it does with this pause.
+    fn bound_log(
+        &self,
+        cut: Cut,
+        log: Option<Batches<'_>>,
+        epoch: Epoch,
+        position: u64,
+    ) -> anyhow::Result<()> {
+        if cut == Cut::LogBegins {
+            let recording = self.session.recording().context("there is no log")?;
+            lockstep::primary::begin(self.machine, &recording, position)?;
+        }
+        if let Some(log) = log {
+            let rest = lockstep::primary::end(log, epoch, position)?;
+            // Before the guest runs, whose disk writes are refused until the log has ended.
+            let outbox = &self.session.outbox;
+            outbox.put_now(Outgoing::Piece(epoch, Piece::LogEnds(rest.into_log())));
+            super::mirror::resume(self.session);
+        }
+        Ok(())
     }
 
     /// A test makes the device state as large as a guest with many pictures in its graphics card has it:
@@ -461,10 +492,18 @@ impl<'a> Capturer<'a> {
     }
 }
 
+/// Whether another round of pre-copy pays after one that took `round` and found so many pages, written in
+/// `written_for`: one that finds few costs a scan more than it spares the pause.
+fn pays_another_round(found: u64, written_for: Duration, round: Duration) -> bool {
+    let again = found as f64 * round.as_secs_f64() / written_for.as_secs_f64().max(1e-9);
+    again >= PRECOPY_PAGES as f64
+}
+
 fn urgency(session: &Session, machine: &Machine) -> Option<Urgency> {
     let disks = machine.disks();
     let threads = disks.iter().filter_map(|disk| disk.server_thread());
-    let urgency = Urgency::new(machine.qemu_pid(), threads);
+    let by_monitor = machine.pause_obstacle().is_some();
+    let urgency = Urgency::new(machine.qemu_pid(), by_monitor, threads);
     let refused = |error: &std::io::Error| {
         warn!(
             vm = %session.vm,
@@ -491,5 +530,26 @@ impl Stopwatch {
     fn lap(&mut self) -> f64 {
         let before = std::mem::replace(&mut self.now, clock::now());
         milliseconds(self.now - before)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_round_pays_only_if_much_was_written_during_the_last() {
+        let pays = |found, written_for, round| {
+            let micros = Duration::from_micros;
+            pays_another_round(found, micros(written_for), micros(round))
+        };
+        assert!(!pays(450, 9_000, 600), "a database's epoch");
+        assert!(!pays(0, 9_000, 600));
+        assert!(!pays(0, 0, 0));
+        assert!(pays(50_000, 200_000, 60_000), "much of it is written again meanwhile");
+        assert!(!pays(2_000, 200_000, 4_000));
+        // The second of these rounds found what was written during the first.
+        assert!(pays(15_000, 60_000, 20_000));
+        assert!(!pays(300, 20_000, 500));
     }
 }

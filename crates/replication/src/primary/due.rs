@@ -57,7 +57,7 @@ impl Session {
             None => {
                 let step = self.due(&core, &rendezvous)?;
                 rendezvous.announce(core.running(), step);
-                self.group.ring();
+                self.group.ring_others();
                 step
             }
         };
@@ -74,7 +74,7 @@ impl Session {
         let idle = rendezvous.last().is_some() && rendezvous.announced(core.running()).is_none();
         if idle && core.may_capture() {
             rendezvous.announce(core.running(), GroupStep::Checkpoint);
-            self.group.ring();
+            self.group.ring_others();
         }
     }
 

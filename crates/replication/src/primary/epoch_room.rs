@@ -1,10 +1,7 @@
-//! The room for what a guest may write to its disks in one epoch.
-//!
-//! What it writes goes to the backup at once, which keeps it in memory until the epoch is whole.
-//! So over a bound a checkpoint is due. While none can be taken, since epochs before it are on
-//! their way, writes wait: that ends when the backup acknowledges them, without the guest's help.
-//! Once one can be taken they pass, for QEMU waits for its writes when it stops.
+//! The room for what a guest may write to its disks in one epoch, as its threads share it:
+//! `understudy_protocol::EpochRoom` says who waits.
 
+use understudy_protocol::EpochRoom as Room;
 use understudy_threads::Waitable;
 
 /// The bytes above which a checkpoint is due. `room.rs` counts it.
@@ -16,52 +13,42 @@ const MESSAGE_BYTES: u64 = 64;
 /// The room of the epoch that runs.
 #[derive(Debug)]
 pub struct EpochRoom {
-    limit: u64,
     state: Waitable<State>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
-    used: u64,
-    /// No checkpoint can be taken before an earlier epoch is acknowledged.
-    blocked: bool,
+    room: Room,
     closed: bool,
 }
 
 impl EpochRoom {
     /// Room for so many bytes.
     pub fn new(limit: u64) -> EpochRoom {
-        EpochRoom { limit, state: Waitable::default() }
+        EpochRoom { state: Waitable::new(State { room: Room::new(limit), closed: false }) }
     }
 
     /// Takes room for a message, as soon as there is some or a checkpoint can make some. Returns
     /// whether it was the last of the room: a checkpoint is due.
     pub fn take(&self, bytes: u64) -> bool {
-        let waits = |state: &mut State| state.used >= self.limit && state.blocked && !state.closed;
+        let waits = |state: &mut State| state.room.must_wait() && !state.closed;
         let mut state = self.state.wait_while(self.state.lock(), waits);
-        let was_full = state.used >= self.limit;
-        state.used += bytes + MESSAGE_BYTES;
-        !was_full && state.used >= self.limit
+        state.room.take(bytes + MESSAGE_BYTES)
     }
 
     /// Whether a checkpoint is due for want of room.
     pub fn is_full(&self) -> bool {
-        self.state.lock().used >= self.limit
-    }
-
-    #[cfg(test)]
-    fn used(&self) -> u64 {
-        self.state.lock().used
+        self.state.lock().room.is_full()
     }
 
     /// The next epoch has begun.
     pub fn empty(&self) {
-        self.state.change(|state| state.used = 0);
+        self.state.change(|state| state.room.empty());
     }
 
     /// Whether as many epochs are on their way as there may be.
     pub fn set_blocked(&self, blocked: bool) {
-        if std::mem::replace(&mut self.state.lock().blocked, blocked) && !blocked {
+        if self.state.lock().room.set_blocked(blocked) {
             self.state.wake();
         }
     }
@@ -81,16 +68,6 @@ mod tests {
     use std::time::Duration;
 
     const WRITE: u64 = 100 - MESSAGE_BYTES;
-
-    #[test]
-    fn a_full_epoch_says_so_once_and_the_next_one_is_empty() {
-        let room = EpochRoom::new(300);
-        assert_eq!([(); 4].map(|()| room.take(WRITE)), [false, false, true, false]);
-        assert!(room.is_full());
-        room.empty();
-        assert!(!room.is_full());
-        assert_eq!([(); 3].map(|()| room.take(WRITE)), [false, false, true]);
-    }
 
     /// A guest that writes without end, told write by write.
     fn writer(room: &Arc<EpochRoom>) -> crossbeam_channel::Receiver<()> {
@@ -127,7 +104,7 @@ mod tests {
         room.set_blocked(true);
         let heard = writer(&room);
         assert_eq!(drained(&heard, 10), 10, "as much as there is room for");
-        assert_eq!(room.used(), 1000);
+        assert!(room.is_full());
         room.set_blocked(false);
         for _ in 0..20 {
             heard.recv_timeout(Duration::from_secs(20)).expect("QEMU stops behind its writes");

@@ -121,6 +121,13 @@ impl Group {
         self.each(|member| member.machine().doorbell().ring());
     }
 
+    /// Wakes those of the other members, if there are any, for what the caller knows of.
+    pub(super) fn ring_others(&self) {
+        if self.is_shared() {
+            self.ring();
+        }
+    }
+
     /// A member's generation, when the group's state machine is at `leaders`.
     pub(super) fn generation(&self, member: &Member, leaders: Generation) -> Generation {
         self.membership.generation_of(member, leaders)
@@ -148,9 +155,7 @@ impl Group {
         let Arrival::Wait(gate) = arrival else {
             act();
             self.rendezvous().open();
-            if self.is_shared() {
-                self.ring();
-            }
+            self.ring_others();
             return Ok(());
         };
         loop {

@@ -12,7 +12,7 @@ use understudy_session::primary::Event;
 /// The work of the backup on what it has, as it says.
 #[derive(Debug, Default)]
 pub(super) struct Work {
-    /// Bytes that it has applied.
+    /// Bytes that it has applied, or a count of its own of the times that it had too much log.
     applied: AtomicU64,
     /// Bytes of log that it has executed.
     executed: AtomicU64,

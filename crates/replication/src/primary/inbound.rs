@@ -7,6 +7,7 @@ use super::session::Session;
 use crossbeam_channel::{Receiver, Sender, TrySendError};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 use tracing::debug;
 use understudy_link::link::Link;
@@ -18,6 +19,10 @@ use understudy_threads::{Mutex, lock};
 
 /// Frames that may wait for the connection; over it they are not forwarded.
 const QUEUE_FRAMES: usize = 512;
+
+/// Copies wait for so long for one another: a thread is woken here and on the backup for each message, and
+/// what is committed meanwhile need not be sent at all. A frame that is lost with it is repeated.
+const GATHER: Duration = Duration::from_millis(1);
 
 /// A connection that stands still for so long is given up.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -47,6 +52,17 @@ pub struct Inbound {
 
 /// The other end of its queue.
 pub struct Copies(Receiver<Arrival>);
+
+impl Copies {
+    /// The next copy; once one has come that was waited for, more have had time to.
+    fn await_some(&self, longest: Duration) -> Option<Arrival> {
+        self.0.try_recv().ok().or_else(|| {
+            let first = self.0.recv_timeout(longest).ok()?;
+            thread::sleep(GATHER);
+            Some(first)
+        })
+    }
+}
 
 /// A fresh queue.
 pub fn queue() -> (Arc<Inbound>, Copies) {
@@ -124,8 +140,7 @@ pub fn run(session: &Session, copies: &Copies, dialler: &Dialler) {
         if session.recording().is_none() {
             line.connect();
         }
-        let first = next.take().or_else(|| copies.0.recv_timeout(GLANCE).ok());
-        let Some(first) = first else { continue };
+        let Some(first) = next.take().or_else(|| copies.await_some(GLANCE)) else { continue };
         let mut message = CardFrames::inbound(first.epoch, first.card);
         let (mut count, mut bytes) = (0, 0);
         let mut copy = first;
@@ -196,5 +211,32 @@ impl Line<'_> {
                 inbound.drop_frames(frames);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_that_was_waited_for_brings_others_along() {
+        let (inbound, copies) = queue();
+        inbound.begin_epoch(Epoch(7));
+        let sink = inbound.sink(CardIndex(0));
+        let sender = thread::spawn(move || {
+            for number in 0..3 {
+                thread::sleep(GATHER / 10);
+                sink(&[number]);
+            }
+        });
+        let began = Instant::now();
+        let first = copies.await_some(Duration::from_secs(20)).unwrap();
+        assert_eq!((first.epoch, first.frame), (Epoch(7), vec![0]));
+        assert!(began.elapsed() >= GATHER, "it waits for others");
+        sender.join().unwrap();
+        // These are there, and wait for nothing.
+        let rest = [(); 2].map(|()| copies.await_some(Duration::ZERO).unwrap().frame);
+        assert_eq!(rest, [vec![1], vec![2]]);
+        assert!(copies.await_some(Duration::ZERO).is_none());
     }
 }

@@ -5,6 +5,9 @@
 //! acknowledgement tells when all of it had arrived: writing to a socket says little, since
 //! the system takes a small epoch whole, whatever the link. The time that a burst of
 //! almost nothing takes is the way there and back, and no byte's fault.
+//!
+//! What the threads here did or waited for a processor for is no fault of the link's either, and on a
+//! busy host it is most of the time: methods that pay on slow links alone would make it busier.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -26,52 +29,80 @@ const KEPT: usize = 15;
 /// is faster than it is.
 const ONE_OF: usize = 5;
 
+/// Disk writes may wait for the end of their epoch if the link carries them in this time, by which the
+/// epoch then takes longer …
+const GATHERED: Duration = Duration::from_micros(200);
+
+/// … and up to so many of them, for which the sender would be woken again and again.
+const MOST_GATHERED: f64 = (64 << 10) as f64;
+
+/// Bytes of disk writes that wait for one another where a byte takes so long.
+pub fn gathered(seconds_per_byte: f64) -> u64 {
+    (GATHERED.as_secs_f64() / seconds_per_byte).min(MOST_GATHERED) as u64
+}
+
 /// A burst, which is being sent without interruption.
 #[derive(Clone, Debug)]
 pub struct Burst {
     began: Time,
     bytes: u64,
-    encoding: Duration,
+    /// Time that the sending thread had been [occupied](super::occupied) until it began.
+    occupied: Duration,
 }
 
 impl Burst {
-    /// The queue was empty until `now`.
-    pub fn begin(now: Time) -> Burst {
-        Burst { began: now, bytes: 0, encoding: Duration::ZERO }
+    /// The queue was empty until `now`; the sending thread has been occupied for so long in its life.
+    pub fn begin(now: Time, occupied: Duration) -> Burst {
+        Burst { began: now, bytes: 0, occupied }
     }
 
     /// `bytes` were sent.
     pub fn add(&mut self, bytes: u64) {
         self.bytes += bytes;
     }
+}
 
-    /// Notes how long the link waited for the encoder.
-    pub fn encoded(&mut self, took: Duration) {
-        self.encoding += took;
-    }
+/// A burst, or as much of it as an epoch's end followed, on its way.
+#[derive(Debug)]
+struct Flight {
+    epoch: Epoch,
+    began: Time,
+    bytes: u64,
+    /// Time of it that was the sending thread's.
+    occupied: Duration,
 }
 
 /// The speed that was learned of the link of one session.
 #[derive(Debug, Default)]
 pub struct LinkSpeed {
-    in_flight: VecDeque<(Epoch, Burst)>,
+    in_flight: VecDeque<Flight>,
+    /// Time that the last acknowledgement waited here for a processor.
+    late: Duration,
     bulk: (u64, Duration),
     delays: VecDeque<f64>,
     seconds_per_byte: VecDeque<f64>,
 }
 
 impl LinkSpeed {
-    /// All of `epoch` was sent.
-    pub fn ended(&mut self, epoch: Epoch, burst: &Burst) {
-        self.in_flight.push_back((epoch, burst.clone()));
+    /// All of `epoch` was sent; the sending thread has been occupied for so long in its life.
+    pub fn ended(&mut self, epoch: Epoch, burst: &Burst, occupied: Duration) {
+        let &Burst { began, bytes, occupied: before } = burst;
+        let occupied = occupied.saturating_sub(before);
+        self.in_flight.push_back(Flight { epoch, began, bytes, occupied });
+    }
+
+    /// The message that comes next to be heeded waited here for a processor for so long.
+    pub fn came_late(&mut self, late: Duration) {
+        self.late = late;
     }
 
     /// The backup's acknowledgement of `epoch` came at `now`.
     pub fn acknowledged(&mut self, epoch: Epoch, now: Time) {
-        while self.in_flight.front().is_some_and(|(first, _)| *first <= epoch) {
-            let Some((of, burst)) = self.in_flight.pop_front() else { return };
-            if of == epoch {
-                self.arrived(&burst, (now - burst.began).saturating_sub(burst.encoding));
+        while self.in_flight.front().is_some_and(|first| first.epoch <= epoch) {
+            let Some(flight) = self.in_flight.pop_front() else { return };
+            if flight.epoch == epoch {
+                let no_links = flight.occupied + self.late;
+                self.arrived(flight.bytes, (now - flight.began).saturating_sub(no_links));
             }
         }
     }
@@ -94,13 +125,13 @@ impl LinkSpeed {
         sorted.get(sorted.len().saturating_sub(1) / ONE_OF).copied()
     }
 
-    fn arrived(&mut self, burst: &Burst, took: Duration) {
+    fn arrived(&mut self, bytes: u64, took: Duration) {
         let took = took.as_secs_f64();
-        if burst.bytes <= SMALL_BYTES {
+        if bytes <= SMALL_BYTES {
             keep(&mut self.delays, took);
-        } else if burst.bytes >= LEAST_BYTES {
+        } else if bytes >= LEAST_BYTES {
             let delay = self.delays.iter().copied().reduce(f64::min).unwrap_or(0.0);
-            keep(&mut self.seconds_per_byte, (took - delay).max(0.0) / burst.bytes as f64);
+            keep(&mut self.seconds_per_byte, (took - delay).max(0.0) / bytes as f64);
         }
     }
 }
@@ -124,9 +155,9 @@ mod tests {
 
     /// Sends a burst at once, which arrives `took` later.
     fn burst(link: &mut LinkSpeed, epoch: u64, bytes: u64, took: u64) {
-        let mut burst = Burst::begin(at(epoch * 1000));
+        let mut burst = Burst::begin(at(epoch * 1000), Duration::ZERO);
         burst.add(bytes);
-        link.ended(Epoch(epoch), &burst);
+        link.ended(Epoch(epoch), &burst, Duration::ZERO);
         link.acknowledged(Epoch(epoch), at(epoch * 1000 + took));
     }
 
@@ -164,14 +195,27 @@ mod tests {
     }
 
     #[test]
-    fn the_encoders_time_is_not_the_links() {
+    fn what_threads_here_do_or_wait_for_is_not_the_links() {
         let mut link = LinkSpeed::default();
-        let mut burst = Burst::begin(at(0));
+        let milliseconds = Duration::from_millis;
+        let mut burst = Burst::begin(at(0), milliseconds(7_000));
         burst.add(100_000);
-        burst.encoded(Duration::from_millis(400));
-        link.ended(Epoch(1), &burst);
+        link.ended(Epoch(1), &burst, milliseconds(7_300));
+        link.came_late(milliseconds(100));
         link.acknowledged(Epoch(1), at(500));
         assert_speed(&link, MEGABYTE_PER_SECOND);
+        // The burst goes on: its second epoch has waited as long for the first one's thread.
+        burst.add(200_000);
+        link.ended(Epoch(2), &burst, milliseconds(7_400));
+        link.came_late(Duration::ZERO);
+        link.acknowledged(Epoch(2), at(700));
+        assert_speed(&link, MEGABYTE_PER_SECOND);
+    }
+
+    #[test]
+    fn disk_writes_are_gathered_where_the_link_is_fast() {
+        // 10 Gbit/s, 1 Gbit/s, 100 Mbit/s; too fast to be measured.
+        assert_eq!([0.8e-9, 8e-9, 80e-9, 0.0].map(gathered), [65_536, 25_000, 2_500, 65_536]);
     }
 
     #[test]

@@ -21,6 +21,7 @@ mod link_speed;
 mod medium;
 mod mirror;
 mod mode;
+mod occupied;
 mod offer;
 mod outbound;
 mod pace;

@@ -30,8 +30,7 @@ impl Session {
 
     /// The log begins with the pause at the end of the epoch that runs, which is the next thing
     /// to be done; checkpoints go before.
-    pub(super) fn begin_log(&self, disk_reads: DiskReads) -> anyhow::Result<Arc<Recording>> {
-        self.records.change(&self.vm, |record| record.in_lockstep = true)?;
+    pub(super) fn begin_log(&self, disk_reads: DiskReads) -> Arc<Recording> {
         if let Some(references) = &self.references {
             references.stop();
         }
@@ -42,7 +41,7 @@ impl Session {
         core.set_pipeline(PIPELINE);
         let mut present = lock(&self.present);
         (present.turned, present.recording) = (recording.machine(), Some(recording.clone()));
-        Ok(recording)
+        recording
     }
 
     /// The log has ended with the last epoch that was closed, a checkpoint; others follow.

@@ -3,7 +3,7 @@
 use super::Plan;
 use super::dialler::Dialler;
 use super::group::Group;
-use crate::handshake::{self, FileOffer, FileRole, GroupOffer, Offer, Ready};
+use crate::handshake::{self, ExportBytes, FileOffer, FileRole, GroupOffer, Offer, Ready};
 use crate::messages::ToBackup;
 use crate::resync::{self, Basis};
 use anyhow::{Context, bail};
@@ -13,7 +13,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tracing::info;
-use understudy_disk::Disk;
+use understudy_disk::{Disk, image_bytes};
 use understudy_link::channel::Channel;
 use understudy_link::link::{Link, Next, read_json};
 use understudy_machine::Machine;
@@ -65,7 +65,7 @@ pub fn offer(
             .0
             .is_shared()
             .then(|| GroupOffer { membership: group.0.membership.clone(), place: group.1 }),
-        disk_bytes: machine.disks().iter().map(|disk| disk.export_bytes()).collect(),
+        disk_bytes: export_bytes(machine)?,
         disk_used: machine.disks().iter().map(|disk| used_bytes(disk)).collect(),
         sessions: plan.sessions.clone(),
         files: files.iter().map(|(offer, _)| offer.clone()).collect(),
@@ -108,6 +108,12 @@ pub fn offer(
     Ok(Taken { link, path, basis, version })
 }
 
+fn export_bytes(machine: &Machine) -> anyhow::Result<Vec<ExportBytes>> {
+    let disks = machine.disks();
+    let bytes = disks.iter().map(|disk| ExportBytes::try_from(disk.export_bytes()));
+    bytes.collect::<Result<_, _>>().map_err(anyhow::Error::msg)
+}
+
 /// Bytes that the image takes: of a block device, all that it has.
 pub fn used_bytes(disk: &Disk) -> u64 {
     const BLOCK_BYTES: u64 = 512;
@@ -141,17 +147,24 @@ fn start_files(machine: &Machine) -> anyhow::Result<Vec<(FileOffer, PathBuf)>> {
         (FileRole::Kernel, &definition.kernel),
         (FileRole::Initrd, &definition.initrd),
     ];
-    let boot = boot.into_iter().filter_map(|(role, path)| Some((role, path.clone()?, u64::MAX)));
-    let disks = definition.disks.iter().enumerate();
-    let heads = disks.filter(|(_, disk)| disk.format == DiskFormat::Qcow2).map(|(i, disk)| {
-        (FileRole::DiskHead(DiskIndex(i as u16)), disk.path.clone(), DISK_HEAD_BYTES)
+    let boot = boot.into_iter().filter_map(|(role, path)| Some((role, path.clone()?)));
+    let boot = boot.map(|(role, path)| -> anyhow::Result<_> {
+        let metadata = std::fs::metadata(&path).with_context(|| cannot_read(&path))?;
+        Ok((FileOffer { role, bytes: metadata.len() }, path))
     });
-    let describe = |(role, path, most): (FileRole, PathBuf, u64)| {
-        let metadata = std::fs::metadata(&path)
-            .with_context(|| format!("cannot read {}, which the VM needs", path.display()))?;
-        Ok((FileOffer { role, bytes: metadata.len().min(most) }, path))
-    };
-    boot.chain(heads).map(describe).collect()
+    let disks = definition.disks.iter().enumerate();
+    let disks = disks.filter(|(_, disk)| disk.format == DiskFormat::Qcow2);
+    let heads = disks.map(|(i, disk)| -> anyhow::Result<_> {
+        // It may lie on a block device, whose metadata do not tell its bytes.
+        let bytes = image_bytes(&disk.path).with_context(|| cannot_read(&disk.path))?;
+        let role = FileRole::DiskHead(DiskIndex(i as u16));
+        Ok((FileOffer { role, bytes: bytes.min(DISK_HEAD_BYTES) }, disk.path.clone()))
+    });
+    boot.chain(heads).collect()
+}
+
+fn cannot_read(path: &Path) -> String {
+    format!("cannot read {}, which the VM needs", path.display())
 }
 
 fn send_file(link: &Link, path: &Path, bytes: u64) -> anyhow::Result<()> {

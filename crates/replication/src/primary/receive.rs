@@ -1,6 +1,7 @@
 //! The messages of the backup: acknowledgements, which release output, how far it is with the rest,
 //! and its last word.
 
+use super::occupied::OwnTime;
 use super::session::Session;
 use crate::lockstep::be_urgent;
 use crate::lockstep::primary::{MACHINE, Recording};
@@ -10,6 +11,7 @@ use anyhow::bail;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 use tracing::info;
 use understudy_protocol::Epoch;
 use understudy_protocol::wire::{Kind, LogProgress};
@@ -17,8 +19,10 @@ use understudy_session::primary::Event;
 
 /// Receives until the connection ends, or the backup has said its last word.
 pub fn run(session: &Session) {
+    let own = OwnTime::new();
+    let mut waited = own.waited();
     let reason = loop {
-        match receive_one(session) {
+        match receive_one(session, &own, &mut waited) {
             Ok(ControlFlow::Continue(())) => {}
             Ok(ControlFlow::Break(())) => return,
             Err(error) => break format!("{error:#}"),
@@ -27,8 +31,16 @@ pub fn run(session: &Session) {
     session.event(Event::PeerGone(reason));
 }
 
-fn receive_one(session: &Session) -> anyhow::Result<ControlFlow<()>> {
-    match ToPrimary::decode(session.data.receive()?)? {
+/// Receives one message; `waited` is how long this thread has waited for a processor, as of the last one.
+fn receive_one(
+    session: &Session,
+    own: &OwnTime,
+    waited: &mut Duration,
+) -> anyhow::Result<ControlFlow<()>> {
+    let message = session.data.receive()?;
+    let before = std::mem::replace(waited, own.waited());
+    session.stats.link(|link| link.came_late(waited.saturating_sub(before)));
+    match ToPrimary::decode(message)? {
         ToPrimary::Acknowledge(epoch) => {
             strike("receive", &session.vm);
             acknowledged(session, epoch);

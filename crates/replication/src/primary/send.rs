@@ -1,6 +1,7 @@
 //! Encode and send: the queue between the guest's side and the wire.
 
-use super::link_speed::Burst;
+use super::link_speed::{Burst, gathered};
+use super::occupied::{self, OwnTime};
 use super::references::References;
 use super::session::Session;
 use super::stats::Stats;
@@ -12,7 +13,7 @@ use crossbeam_channel::{Receiver, Sender};
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicU64, Ordering};
 use understudy_encoding::{Encoder, EncodingPlan, Page};
 use understudy_link::channel::Channel;
 use understudy_link::link::Next;
@@ -44,54 +45,82 @@ pub enum Outgoing {
 #[derive(Clone, Debug)]
 pub struct Outbox {
     queue: Sender<Outgoing>,
-    budget: Arc<ByteBudget>,
+    /// Wakes the reading end.
+    bell: Sender<()>,
+    shared: Arc<Shared>,
 }
 
 /// The reading end of the queue.
 #[derive(Debug)]
 pub struct Outflow {
     queue: Receiver<Outgoing>,
-    budget: Arc<ByteBudget>,
+    bell: Receiver<()>,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    budget: ByteBudget,
+    /// Bytes of disk writes that were queued since the reading end was woken last, about.
+    untold: AtomicU64,
+    /// So many of them wake it, if nothing else does.
+    gathered: AtomicU64,
 }
 
 /// A fresh queue.
 pub fn queue() -> (Outbox, Outflow) {
-    let (sender, receiver) = crossbeam_channel::unbounded();
-    let budget = Arc::new(ByteBudget::new(QUEUE_BYTES));
-    (Outbox { queue: sender, budget: budget.clone() }, Outflow { queue: receiver, budget })
+    let (queue, items) = crossbeam_channel::unbounded();
+    let (bell, rings) = crossbeam_channel::bounded(1);
+    let budget = ByteBudget::new(QUEUE_BYTES);
+    let shared = Arc::new(Shared { budget, untold: 0.into(), gathered: 0.into() });
+    let outbox = Outbox { queue, bell, shared: shared.clone() };
+    (outbox, Outflow { queue: items, bell: rings, shared })
 }
 
 impl Outbox {
     /// Queues data, waiting while the queue is full: the back-pressure that
     /// slows a guest down to the link's speed.
     pub fn put(&self, item: Outgoing) {
-        if self.budget.take(item.bytes()) {
-            // Fails only when the sender is gone with the session.
-            let _ = self.queue.send(item);
+        if self.shared.budget.take(item.bytes()) {
+            self.send(item);
         }
     }
 
     /// Queues without waiting, for the checkpoint itself: the pipeline's depth
     /// bounds these.
     pub fn put_now(&self, item: Outgoing) {
-        self.budget.force(item.bytes());
+        self.shared.budget.force(item.bytes());
+        self.send(item);
+    }
+
+    /// Nobody is woken for the disk writes of an epoch alone, unless they are many: its end comes.
+    fn send(&self, item: Outgoing) {
+        let Shared { untold, gathered, .. } = &*self.shared;
+        let may_wait = item.may_wait().is_some_and(|bytes| {
+            let all = untold.fetch_add(bytes, Ordering::Relaxed) + bytes;
+            all < gathered.load(Ordering::Relaxed)
+        });
+        // Both fail when the sender is gone with the session, and the bell when it was rung already.
         let _ = self.queue.send(item);
+        if !may_wait {
+            let _ = self.bell.try_send(());
+        }
     }
 
     /// Lets everybody who waits pass; what is queued is the last to be sent.
     pub fn close(&self) {
-        self.budget.close();
-        let _ = self.queue.send(Outgoing::End);
+        self.shared.budget.close();
+        self.send(Outgoing::End);
     }
 
     /// The time since which somebody has waited for room, and nobody who did has got any.
     pub fn waits_since(&self) -> Option<Time> {
-        self.budget.waits_since()
+        self.shared.budget.waits_since()
     }
 
     /// Whether nothing more gets into it.
     pub fn is_closed(&self) -> bool {
-        self.budget.is_closed()
+        self.shared.budget.is_closed()
     }
 }
 
@@ -103,15 +132,47 @@ impl Outgoing {
             Outgoing::Forget | Outgoing::EpochEnd(..) | Outgoing::Message(_) | Outgoing::End => 0,
         }
     }
+
+    /// The bytes of what may wait for what comes next: something does, at the latest the end of its epoch. The
+    /// first synchronisation has none.
+    fn may_wait(&self) -> Option<u64> {
+        match self {
+            Outgoing::Piece(epoch, piece @ (Piece::DiskWrite(_) | Piece::DiskZero(_))) => {
+                (*epoch > Epoch(0)).then(|| piece.bytes())
+            }
+            _ => None,
+        }
+    }
+}
+
+impl Outflow {
+    /// The next item; none when nobody can send more. Whether it had to be waited for, too.
+    fn next(&self) -> Option<(Outgoing, bool)> {
+        let mut waited = false;
+        loop {
+            if let Ok(item) = self.queue.try_recv() {
+                return Some((item, waited));
+            }
+            let is_rung = self.bell.recv().is_ok();
+            self.shared.untold.store(0, Ordering::Relaxed);
+            waited = true;
+            if !is_rung {
+                return Some((self.queue.try_recv().ok()?, waited));
+            }
+        }
+    }
 }
 
 /// Sends what the queue holds until its end or until the connection fails.
 pub fn send_all(outflow: &Outflow, session: &Session) -> io::Result<()> {
     let Session { data: link, stats, references, encoding: plan, .. } = session;
     let references = references.as_deref();
-    let encoder = Encoder::new(*plan, thread_cpu_time);
-    let (digests, burst) = (HashMap::new(), Burst::begin(clock::now()));
-    let mut sending = Sending { link, stats, plan: *plan, encoder, references, digests, burst };
+    let encoder = Encoder::new(*plan, occupied::worked);
+    let (digests, own) = (HashMap::new(), OwnTime::new());
+    let burst = Burst::begin(clock::now(), own.occupied());
+    let shared = &*outflow.shared;
+    let mut sending =
+        Sending { link, stats, plan: *plan, encoder, references, digests, own, burst, shared };
     while let Some(item) = sending.next(outflow) {
         if matches!(item, Outgoing::End) {
             break;
@@ -122,16 +183,9 @@ pub fn send_all(outflow: &Outflow, session: &Session) -> io::Result<()> {
         let bytes = item.bytes();
         let next = if outflow.queue.is_empty() { Next::Unknown } else { Next::Message };
         sending.send(item, next)?;
-        outflow.budget.give_back(bytes);
+        outflow.shared.budget.give_back(bytes);
     }
     Ok(())
-}
-
-/// The CPU time that this thread has used.
-fn thread_cpu_time() -> Duration {
-    let clock = nix::time::ClockId::CLOCK_THREAD_CPUTIME_ID;
-    // Every Linux has this clock; without it methods would seem to cost nothing.
-    nix::time::clock_gettime(clock).map_or(Duration::ZERO, Duration::from)
 }
 
 struct Sending<'a> {
@@ -141,18 +195,19 @@ struct Sending<'a> {
     encoder: Encoder,
     references: Option<&'a References>,
     digests: HashMap<Epoch, EpochDigest>,
+    own: OwnTime,
     burst: Burst,
+    shared: &'a Shared,
 }
 
 impl Sending<'_> {
     /// The queue's next item; none when nobody can send more.
     fn next(&mut self, outflow: &Outflow) -> Option<Outgoing> {
-        if let Ok(item) = outflow.queue.try_recv() {
-            return Some(item);
+        let (item, waited) = outflow.next()?;
+        if waited {
+            self.burst = Burst::begin(clock::now(), self.own.occupied());
         }
-        let item = outflow.queue.recv().ok();
-        self.burst = Burst::begin(clock::now());
-        item
+        Some(item)
     }
 
     fn send(&mut self, item: Outgoing, next: Next) -> io::Result<()> {
@@ -170,12 +225,13 @@ impl Sending<'_> {
                 let header = ToBackup::EpochEnd(end).send(self.link, Next::Unknown)?;
                 self.link.note_end(epoch);
                 self.count(&header);
-                self.stats.link(|link| link.ended(epoch, &self.burst));
+                let occupied = self.own.occupied();
+                self.stats.link(|link| link.ended(epoch, &self.burst, occupied));
                 fail::fail_point!("after-epoch-end");
                 Ok(())
             }
             Outgoing::Forget => {
-                self.encoder = Encoder::new(self.plan, thread_cpu_time);
+                self.encoder = Encoder::new(self.plan, occupied::worked);
                 Ok(())
             }
             // Never held back: nobody may wait for what does not come.
@@ -187,18 +243,18 @@ impl Sending<'_> {
     fn send_pages(&mut self, epoch: Epoch, chunk: &CapturedChunk, next: Next) -> io::Result<()> {
         if let Some(seconds) = self.stats.link(|link| link.seconds_per_byte()) {
             self.encoder.set_link(seconds);
+            self.shared.gathered.store(gathered(seconds), Ordering::Relaxed);
         }
-        let began = clock::now();
         let references = self.references;
         let find = |page: &Page| references?.find(page);
         let encoded = self.encoder.encode(chunk.runs(), chunk.bytes(), epoch == Epoch(0), find);
-        let encoding_ended = clock::now();
+        let before = (epoch == Epoch(0)).then(|| (clock::now(), self.own.occupied()));
         let pages = Piece::Pages(PageBatch::encoded(&encoded.parts));
         let header = ToBackup::Piece(epoch, pages).send(self.link, next)?;
         self.sent(epoch, &header);
-        self.burst.encoded(encoding_ended - began);
-        if epoch == Epoch(0) {
-            let took = clock::now() - encoding_ended;
+        if let Some((began, occupied)) = before {
+            let occupied = self.own.occupied().saturating_sub(occupied);
+            let took = (clock::now() - began).saturating_sub(occupied);
             self.stats.link(|link| link.sent_in_bulk(header.length as u64, took));
         }
         self.stats.encoded(self.encoder.counters(), self.encoder.methods());
@@ -218,5 +274,95 @@ impl Sending<'_> {
         let bytes = (HEADER_BYTES + header.length) as u64;
         self.burst.add(bytes);
         self.stats.sent(bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::thread;
+    use std::time::Duration;
+    use understudy_protocol::DiskIndex;
+    use understudy_protocol::wire::DiskWrite;
+
+    fn write(epoch: u64, bytes: usize) -> Outgoing {
+        let write = DiskWrite::new(DiskIndex(0), 0, &vec![7; bytes]);
+        Outgoing::Piece(Epoch(epoch), Piece::DiskWrite(write))
+    }
+
+    fn end(epoch: u64) -> Outgoing {
+        Outgoing::EpochEnd(Epoch(epoch), clock::now())
+    }
+
+    /// A queue that gathers so many bytes.
+    fn gathering(bytes: u64) -> (Outbox, Outflow) {
+        let (outbox, outflow) = queue();
+        outbox.shared.gathered.store(bytes, Ordering::Relaxed);
+        (outbox, outflow)
+    }
+
+    /// Whether a sender that sleeps was woken.
+    fn is_woken(outflow: &Outflow) -> bool {
+        outflow.bell.try_recv().is_ok()
+    }
+
+    #[test]
+    fn disk_writes_wait_for_what_comes_next_and_go_before_it() {
+        let (outbox, outflow) = gathering(10_000);
+        outbox.put(write(1, 1_000));
+        outbox.put(write(1, 2_000));
+        assert!(!is_woken(&outflow));
+        outbox.put_now(end(1));
+        outbox.put(write(2, 3_000));
+        assert!(is_woken(&outflow));
+        let items = std::iter::from_fn(|| outflow.queue.try_recv().ok());
+        let came: Vec<_> = items.map(|item| item.bytes() / 1_000).collect();
+        assert_eq!(came, [1, 2, 0, 3], "the end, which has no bytes, comes third");
+    }
+
+    #[test]
+    fn many_disk_writes_do_not_wait() {
+        let (outbox, outflow) = gathering(10_000);
+        for write_of in [1, 2, 3] {
+            (0..9).for_each(|_| outbox.put(write(write_of, 1_000)));
+            assert!(!is_woken(&outflow));
+            outbox.put(write(write_of, 1_000));
+            assert!(is_woken(&outflow), "enough for a message");
+            outflow.shared.untold.store(0, Ordering::Relaxed);
+        }
+        outbox.close();
+        assert!(is_woken(&outflow), "what is queued is the last to be sent");
+    }
+
+    #[test]
+    fn a_first_synchronisation_and_a_link_that_is_not_known_gather_nothing() {
+        for (gathers, epoch) in [(10_000, 0), (0, 1)] {
+            let (outbox, outflow) = gathering(gathers);
+            outbox.put(write(epoch, 1_000));
+            assert!(is_woken(&outflow), "epoch {epoch}");
+        }
+    }
+
+    #[test]
+    fn a_sender_that_sleeps_counts_anew_and_one_that_nobody_feeds_ends() {
+        let (outbox, outflow) = gathering(10_000);
+        outbox.put(write(1, 4_000));
+        assert!(!outflow.next().unwrap().1, "it was there");
+        // Sooner or later it is put while this thread sleeps.
+        let sleeps = |delay| {
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    thread::sleep(Duration::from_millis(delay));
+                    outbox.put_now(end(1));
+                });
+                outflow.next().unwrap().1
+            })
+        };
+        assert!([1, 10, 100, 1_000, 10_000].into_iter().any(sleeps));
+        assert_eq!(outflow.shared.untold.load(Ordering::Relaxed), 0);
+        outbox.put(write(2, 1_000));
+        drop(outbox);
+        assert!(outflow.next().is_some(), "what was queued comes");
+        assert!(outflow.next().is_none());
     }
 }

@@ -30,7 +30,7 @@ use crossbeam_channel::Sender;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tracing::{info, warn};
 use understudy_arbiter::Arbiter;
 use understudy_disk::Rounds;
@@ -133,8 +133,7 @@ impl Session {
     /// The same of frames alone.
     pub(super) fn frames_since(&self) -> Option<Time> {
         let machine = self.machine();
-        let frames = machine.ports().iter().filter_map(|port| port.waits_since()).min();
-        frames.map(clock::at)
+        machine.ports().iter().filter_map(|port| port.waits_since()).min()
     }
 
     /// Bytes that the guest has sent and was given since its cards were opened.
@@ -211,7 +210,7 @@ impl Session {
     /// under the lock and the event are one step.
     pub(super) fn event_locked(&self, core: &mut Lead, event: Event) -> Vec<Effect> {
         let mut effects = Vec::new();
-        let (decided, before) = (Instant::now(), core.phase().clone());
+        let (decided, before) = (clock::now(), core.stage());
         core.handle(clock::now(), event, &mut effects);
         let blocked = core.in_flight() >= self.policy.pipeline();
         self.group.each(|member| member.epoch_room.set_blocked(blocked));
@@ -219,19 +218,20 @@ impl Session {
             self.take_effect(effect, core, decided);
         }
         self.group.publish(core);
-        if before != *core.phase() {
-            self.group.each(|member| member.tell_phase(&before, core));
+        let phase_changed = before.phase != *core.phase();
+        if phase_changed {
+            self.group.each(|member| member.tell_phase(&before.phase, core));
         }
         // A log's thread has hundreds of epochs a second to see to, and waits for few of their
         // acknowledgements.
-        let flows = self.recording().is_some_and(|recording| !recording.is_blocked());
-        if !flows || before != *core.phase() {
+        let flows = || self.recording().is_some_and(|recording| !recording.is_blocked());
+        if phase_changed || (core.has_news(&before, &effects) && !flows()) {
             self.group.ring();
         }
         effects
     }
 
-    fn take_effect(&self, effect: &Effect, core: &Lead, decided: Instant) {
+    fn take_effect(&self, effect: &Effect, core: &Lead, decided: Time) {
         let peer = || self.peer.clone();
         match effect {
             Effect::Act(action) => {
@@ -258,7 +258,7 @@ impl Session {
     /// events. Every member does the same, but for what the leader says for all.
     /// Nothing here waits: what takes time goes to other threads. `decided` is not
     /// after the time at which the state machine decided; `planned`: the operator wants a fail-over.
-    fn perform(&self, action: &PrimaryAction, planned: bool, decided: Instant) {
+    fn perform(&self, action: &PrimaryAction, planned: bool, decided: Time) {
         let leads = self.place == 0;
         match action {
             &PrimaryAction::Release(epoch) => {

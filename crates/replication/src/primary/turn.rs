@@ -143,18 +143,30 @@ impl Session {
         next: impl FnOnce() -> anyhow::Result<Option<Next>>,
     ) -> anyhow::Result<()> {
         let (mode, disk_reads) = (wanted.mode, wanted.disk_reads);
-        let prepare = || {
+        let capture = || {
             self.ask_backup(wanted)?;
+            if mode == Mode::Lockstep {
+                self.note_lockstep().context("cannot note it")?;
+            }
             fail::fail_point!("turn-prepared");
             let next = next().context("cannot start another QEMU here")?;
             self.carry_out(Prepared { mode, disk_reads, next })
         };
-        let turned = prepare();
-        if turned.is_err() && !self.is_over() {
+        let captured = capture();
+        // Once it is captured the backup needs what it has prepared, however late the epoch comes.
+        if captured.is_err() && !self.is_over() {
             // If it cannot be sent the receiving thread finds out why.
             let _ = self.say(&ToBackup::Turn(Order::Cancel));
         }
-        turned
+        captured?;
+        self.await_commit_of_turn()
+    }
+
+    /// Notes that the backup is about to write its disks by itself: as long as the turn can be refused.
+    /// Noted for nothing, it costs a copy of all of them after a loss.
+    fn note_lockstep(&self) -> std::io::Result<()> {
+        fail::fail_point!("note-turn", |_| Err(std::io::Error::other("a test says so")));
+        self.records.change(&self.vm, |record| record.in_lockstep = true)
     }
 
     fn ask_backup(&self, wanted: Wanted) -> anyhow::Result<()> {
@@ -168,15 +180,19 @@ impl Session {
         }
     }
 
+    /// Returns once the epoch is captured that is the turn.
     fn carry_out(&self, prepared: Prepared) -> anyhow::Result<()> {
         self.turning.set(State::Due(prepared));
         self.machine().doorbell().ring();
         let is_it = |state: &State| matches!(state, State::Ended(_));
         match self.turning.await_state(self, TURN_TIMEOUT, is_it) {
-            Some(State::Ended(result)) => result?,
+            Some(State::Ended(result)) => result,
             _ if self.is_over() => bail!("protection has ended meanwhile"),
             _ => bail!("no epoch came to its end in {} s", TURN_TIMEOUT.as_secs()),
         }
+    }
+
+    fn await_commit_of_turn(&self) -> anyhow::Result<()> {
         let epoch = self.turned();
         let committed = self.wait_for_phase(TURN_TIMEOUT, |phase| {
             self.has_committed(epoch) || *phase != understudy_protocol::PrimaryPhase::Protected

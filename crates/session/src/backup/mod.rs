@@ -167,6 +167,7 @@ impl Standby {
                 self.decide(now, BackupEvent::TakeOver, effects);
             }
             Event::StandDown => self.decide(now, BackupEvent::StandDown, effects),
+            Event::Doomed => self.decide(now, BackupEvent::Doomed, effects),
             Event::CannotServe(reason) => self.give_up(now, reason, effects),
             Event::Diverged(_) if planted!(StayDiverged) => {}
             Event::Diverged(reason) => {

@@ -23,6 +23,9 @@ pub enum Event {
     },
     /// The primary ends protection.
     StandDown,
+    /// QEMU has not followed the log: its copy must not be started any more. Why comes with
+    /// [`Event::Diverged`].
+    Doomed,
     /// A copy cannot be started any more, for this reason.
     CannotServe(String),
     /// The same, since QEMU did not follow the log.

@@ -96,6 +96,15 @@ impl Effect {
     }
 }
 
+/// The stage that protection has got to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stage {
+    /// The phase.
+    pub phase: PrimaryPhase,
+    /// The last epoch that the backup acknowledged.
+    pub committed: Epoch,
+}
+
 /// The primary of a group. What is only to be read is its state machine's.
 #[derive(Clone, Debug)]
 pub struct Lead {
@@ -117,6 +126,17 @@ impl Deref for Lead {
 }
 
 impl Lead {
+    /// The stage that protection has got to.
+    pub fn stage(&self) -> Stage {
+        Stage { phase: self.core.phase().clone(), committed: self.core.committed() }
+    }
+
+    /// Whether an event that brought these effects about, at a stage before, has changed anything that somebody
+    /// may wait for: no sign of life has, of which there are many, and no capture.
+    pub fn has_news(&self, before: &Stage, effects: &[Effect]) -> bool {
+        !effects.is_empty() || *before != self.stage()
+    }
+
     /// A group of so many members, whose state machine this is and whose backup is the host `peer`.
     pub fn new(core: Primary, size: usize, peer: HostName, now: Time) -> Lead {
         let standing = Standing::new(FRESH, now);

@@ -27,6 +27,25 @@ fn tell(lead: &mut Lead, ms: u64, event: Event) -> Vec<Effect> {
 }
 
 #[test]
+fn threads_are_woken_for_what_they_wait_for_alone() {
+    let mut lead = protected(1);
+    let mut is_news = |ms, event| {
+        let (before, effects) = (lead.stage(), tell(&mut lead, ms, event));
+        (lead.has_news(&before, &effects), effects)
+    };
+    for event in [Event::Heard, Event::Tick, Event::Captured, Event::MayTakeOver(None)] {
+        assert!(!is_news(10, event.clone()).0, "{event:?}");
+    }
+    assert!(is_news(20, Event::Acknowledged(Epoch(2))).0);
+    assert!(is_news(20, Event::MayTakeOver(Some("its disk hangs".to_owned()))).0);
+    assert!(!is_news(20, Event::Captured).0);
+    // This host stood still: the acknowledgement releases nothing, but there is room for another epoch.
+    let late = is_news(90, Event::Acknowledged(Epoch(3)));
+    assert_eq!(late, (true, Vec::new()));
+    assert!(is_news(91, Event::PeerGone("it hung up".to_owned())).0);
+}
+
+#[test]
 fn a_word_grows_old_and_a_new_one_counts() {
     let mut lead = protected(1);
     assert_eq!(lead.obstacle(at(0) + FRESH), None);

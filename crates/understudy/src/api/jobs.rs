@@ -14,7 +14,7 @@ use serde_json::Value;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use understudy_daemon::containment;
 use understudy_protocol::VmName;
 use understudy_report::events::now_ms;
@@ -25,6 +25,8 @@ use understudy_report::{ProtectRequest, Protection};
 const KEPT: usize = 64;
 /// Time between two looks at a synchronisation.
 const LOOK: Duration = Duration::from_millis(200);
+/// Time for a backup that follows, and could not take over at the moment, to be one again.
+const LAPSE_PATIENCE: Duration = Duration::from_secs(15);
 
 /// The kind of a job: what it does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -224,27 +226,31 @@ pub(super) fn protect(
     job: &Running,
 ) -> Result<Outcome, HostError> {
     let mut status = host.protect(vm, request)?;
+    let mut lapsed: Option<Instant> = None;
     loop {
+        let lapses = status.lapse.is_some()
+            && lapsed.get_or_insert_with(Instant::now).elapsed() < LAPSE_PATIENCE;
         let reason = match status.protection {
             Protection::Protected { .. } | Protection::Unheld { .. } => return outcome(&status),
             Protection::Syncing { done_bytes, total_bytes, remaining_seconds, .. } => {
                 job.report().progress =
                     Some(JobProgress { done_bytes, total_bytes, remaining_seconds });
-                if job.cancelled.load(Ordering::Acquire) {
-                    host.unprotect(vm)?;
-                    return Ok(Outcome::Cancelled);
-                }
-                std::thread::sleep(LOOK);
-                status = host.vm_status(vm)?;
-                continue;
+                None
             }
-            Protection::Off => "its protection was ended".to_owned(),
-            Protection::Degraded { reason } => reason,
+            Protection::Degraded { .. } if lapses => None,
+            Protection::Off => Some("its protection was ended".to_owned()),
+            Protection::Degraded { reason } => Some(reason),
         };
-        return Err(HostError::new(
-            ErrorKind::Unreachable,
-            format!("{vm} is not protected: {reason}"),
-        ));
+        if let Some(reason) = reason {
+            let message = format!("{vm} is not protected: {reason}");
+            return Err(HostError::new(ErrorKind::Unreachable, message));
+        }
+        if job.cancelled.load(Ordering::Acquire) {
+            host.unprotect(vm)?;
+            return Ok(Outcome::Cancelled);
+        }
+        std::thread::sleep(LOOK);
+        status = host.vm_status(vm)?;
     }
 }
 

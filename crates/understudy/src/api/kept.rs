@@ -285,6 +285,9 @@ impl Control for Routed {
         self.0.replace_keeper(name)
     }
     fn change_medium(&self, name: &VmName, request: MediumRequest) -> Result<VmStatus, HostError> {
+        if let (Some(medium), Some(keeper)) = (&request.medium, self.0.keeper_of(name)) {
+            self.0.admit_medium(name, medium, &keeper)?;
+        }
         let asked = request.clone();
         self.either(
             name,

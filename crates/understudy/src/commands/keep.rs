@@ -23,7 +23,7 @@ use understudy_daemon::keeper::order::Order;
 use understudy_daemon::keeper::places::{Close, Door};
 use understudy_daemon::keeper::rights;
 use understudy_daemon::keeper::seclusion::{self, Seclusion};
-use understudy_daemon::keeper::view::{self, View};
+use understudy_daemon::keeper::view::{self, Files, View};
 use understudy_protocol::{GroupName, VmName};
 use understudy_report::{ErrorKind, HostError};
 
@@ -31,11 +31,12 @@ use understudy_report::{ErrorKind, HostError};
 const LAST_ANSWERS: Duration = Duration::from_secs(8);
 
 /// Keeps a VM, and those of its group that come, until they are gone, or until SIGTERM; follows an order
-/// about it first.
+/// about it first. These files are the VM's.
 pub fn run(
     config: &Path,
     (vm, group): (&VmName, Option<GroupName>),
     order: Option<Order>,
+    files: &Files,
 ) -> Result<Exit, Failure> {
     // Its program is `/proc/self/exe`, which would be its name.
     let _ = set_name(c"understudy-keep");
@@ -44,7 +45,7 @@ pub fn run(
     let mut config = HostConfig::load(config)?;
     // Where this program lies is not told by its own mounts: below a root that is a directory of the host's, say.
     config.agent = config.agent_path().ok();
-    if let View::Whole(why) = view::enter(&config, vm)? {
+    if let View::Whole(why) = view::enter(&config, vm, files)? {
         tracing::warn!(
             "it sees the files of all VMs: {why}; the service must let it mount, as the packaged \
              understudy.service does (RestrictNamespaces, SystemCallFilter, CapabilityBoundingSet)"

@@ -24,6 +24,7 @@ mod watchdog;
 use crate::cli::{Cli, Command, VmCommand};
 use clap::CommandFactory;
 use understudy_client::{Client, Credentials, Exit, Failure, FailureKind, manual};
+use understudy_daemon::keeper::view::Files;
 
 /// A command that another host's API does not offer, but that means this one.
 fn works_here_alone(command: &Command) -> Option<&'static str> {
@@ -72,8 +73,9 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Custodian => understudy_daemon::custody::run()
             .map(|()| Exit::Ok)
             .map_err(|error| Failure::internal(format!("the custodian: {error:#}"))),
-        Command::Keep { config, vm, group, order } => {
-            keep::run(config, (vm, group.clone()), *order)
+        Command::Keep { config, vm, group, order, disk, read } => {
+            let files = Files { disks: disk.clone(), read: read.clone() };
+            keep::run(config, (vm, group.clone()), *order, &files)
         }
         Command::EndKeepers { config } => keep::end_all(config),
         Command::Manual(command) => manual::run(Cli::command(), command),

@@ -73,11 +73,15 @@ impl Report {
 fn evacuate(client: &Client, quiet: bool) -> Result<Vec<VmName>, Failure> {
     let (plan, status) = (client.upgrade_plan()?, client.status()?);
     let of_daemon = plan.handed_over().map(|step| (&step.vm, step.group.as_ref()));
-    let kept = kept_here(&status).filter(|vm| may_be_handed_over(vm));
-    let kept = kept.map(|vm| (&vm.name, vm.group.as_ref()));
+    let planned: BTreeSet<&VmName> = plan.handed_over().map(|step| &step.vm).collect();
+    // A VM whose protection has lapsed needs a person, as the plan says, who waits; so does this.
+    let here = status.vms.iter().filter(|vm| vm.role == Role::Primary && may_be_handed_over(vm));
+    let others = here.filter(|vm| vm.keeper_pid.is_some() || vm.lapse.is_some());
+    let others = others.filter(|vm| !planned.contains(&vm.name));
+    let others = others.map(|vm| (&vm.name, vm.group.as_ref()));
     let mut groups: BTreeSet<&GroupName> = BTreeSet::new();
     let mut handed_over = Vec::new();
-    for (vm, group) in of_daemon.chain(kept) {
+    for (vm, group) in of_daemon.chain(others) {
         let goes_along = group.is_some_and(|group| !groups.insert(group));
         if !goes_along {
             lapse::hand_over(client, vm, quiet)?;

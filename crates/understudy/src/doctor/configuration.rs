@@ -3,8 +3,6 @@
 use super::Check;
 use crate::api::check_tokens;
 use anyhow::Context;
-use std::fs::{self, File};
-use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
 use std::thread;
@@ -13,6 +11,9 @@ use understudy_daemon::config::{ApiConfig, ArbiterConfig, EtcdConfig, HostConfig
 use understudy_daemon::keeper::{seclusion, view};
 use understudy_daemon::probe::{self, ProbeAnswer, ProbeError};
 use understudy_protocol::HostName;
+
+/// Revisions that an etcd which compacts them need not keep: of ten sole owners in three days.
+const MANY_REVISIONS: i64 = 1_000_000;
 
 pub fn checks(config: &HostConfig) -> Vec<Check> {
     let mut checks = vec![Check::ok("configuration", format!("host {}", config.name))];
@@ -95,7 +96,9 @@ fn arbiter(config: Option<&ArbiterConfig>) -> Check {
     let (tried, detail, advice) = match config {
         None => return Check::note(NAME, "none configured", "VMs run, but none can be protected"),
         Some(ArbiterConfig::File { path }) => (
-            try_test_and_set(path).with_context(|| path.display().to_string()),
+            understudy_arbiter::try_directory(path)
+                .map(|()| Tried::Well)
+                .with_context(|| path.display().to_string()),
             format!("{} takes records", path.display()),
             "it must be a directory that all hosts can write, with hard links",
         ),
@@ -106,31 +109,34 @@ fn arbiter(config: Option<&ArbiterConfig>) -> Check {
         ),
     };
     match tried {
-        Ok(()) => Check::ok(NAME, detail),
+        Ok(Tried::Well) => Check::ok(NAME, detail),
+        Ok(Tried::Fills) => Check::note(
+            NAME,
+            format!("{detail}, and has not compacted its last {MANY_REVISIONS} revisions"),
+            "start it with --auto-compaction-retention=8, or another time in hours: once its space is full no VM can be \
+             taken over",
+        ),
         Err(error) => Check::fail(NAME, format!("{error:#}"), advice),
     }
 }
 
+/// Result of a try that did not fail.
+enum Tried {
+    Well,
+    /// It takes records until its space is full of old ones.
+    Fills,
+}
+
 /// Every endpoint answers with what the whole cluster knows; changes nothing.
-fn try_etcd(config: &EtcdConfig) -> anyhow::Result<()> {
+fn try_etcd(config: &EtcdConfig) -> anyhow::Result<Tried> {
     for endpoint in &config.endpoints {
         let alone = EtcdConfig { endpoints: vec![endpoint.clone()], ..config.clone() };
         Etcd::new(&alone)?.get::<serde_json::Value>("/doctor")?;
     }
-    Ok(())
-}
-
-/// Does what the arbiter does: writes a file and links it to a new name.
-fn try_test_and_set(directory: &Path) -> io::Result<()> {
-    let written = directory.join(format!(".doctor-{}", std::process::id()));
-    let linked = written.with_extension("link");
-    let result = File::create_new(&written)
-        .and_then(|file| file.sync_all())
-        .and_then(|()| fs::hard_link(&written, &linked));
-    // All is removed, whatever was made; the first error is the one that counts.
-    let unlinked = fs::remove_file(&linked);
-    let removed = fs::remove_file(&written);
-    result.and(unlinked).and(removed)
+    Ok(match Etcd::new(config)?.keeps_all(MANY_REVISIONS)? {
+        true => Tried::Fills,
+        false => Tried::Well,
+    })
 }
 
 fn peers(config: &HostConfig) -> Vec<Check> {
@@ -206,6 +212,7 @@ mod tests {
     use super::*;
     use crate::doctor::State;
     use std::os::unix::fs::PermissionsExt;
+    use std::{fs, io};
     use understudy_protocol::literal;
 
     /// A stranger that accepted connections was once taken for the peer, and a peer that was not up

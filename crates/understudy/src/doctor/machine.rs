@@ -24,7 +24,14 @@ pub fn checks() -> Vec<Check> {
     checks.push(kvm());
     checks.push(rights());
     checks.extend(taps());
-    checks.push(bridges(Path::new("/sys/class/net")));
+    let interfaces = Path::new("/sys/class/net");
+    checks.push(bridges(interfaces));
+    for bridge in bridges_among(interfaces) {
+        checks.extend(dead_end(interfaces, &bridge));
+        checks.extend(silent_ports(interfaces, &bridge));
+    }
+    checks.extend(filtered_frames(Path::new("/proc/sys/net/bridge")));
+    checks.extend(own_group(Path::new("/sys/fs/cgroup/system.slice/understudy.service")));
     checks.push(memory());
     let slowing = "a guest that writes faster than the link carries is not slowed down: its output \
                    waits for longer";
@@ -128,14 +135,10 @@ fn taps() -> [Check; 2] {
 }
 
 fn bridges(interfaces: &Path) -> Check {
-    let entries = fs::read_dir(interfaces).into_iter().flatten().flatten();
-    let bridges = entries.filter(|entry| entry.path().join("bridge").is_dir());
-    let mut names: Vec<_> =
-        bridges.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
-    names.sort();
+    let names = bridges_among(interfaces);
     if names.is_empty() {
-        let advice = "VMs with network cards need one: \
-                      `ip link add br0 type bridge && ip link set br0 up`";
+        let advice = "VMs with network cards need one: make it with the host's network configuration, \
+                      the uplink as a port of it";
         return Check::note("bridges", "none on this host", advice);
     }
     let follows = |name: &&String| {
@@ -154,6 +157,71 @@ fn bridges(interfaces: &Path) -> Check {
     let advice = "a daemon that adds a VM's card to such a bridge has it keep the address that it \
                   has then; to choose one: `ip link set BRIDGE address ADDRESS`";
     Check::note("bridges", detail, advice)
+}
+
+fn bridges_among(interfaces: &Path) -> Vec<String> {
+    let entries = fs::read_dir(interfaces).into_iter().flatten().flatten();
+    let bridges = entries.filter(|entry| entry.path().join("bridge").is_dir());
+    let mut names: Vec<_> =
+        bridges.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
+
+/// A bridge has guests' taps at most: who is taken over to another host is in another network there.
+fn dead_end(interfaces: &Path, bridge: &str) -> Option<Check> {
+    let ports = fs::read_dir(interfaces.join(bridge).join("brif")).into_iter().flatten().flatten();
+    let leads_out =
+        |port: fs::DirEntry| !interfaces.join(port.file_name()).join("tun_flags").exists();
+    if ports.into_iter().any(leads_out) {
+        return None;
+    }
+    let detail = "no port of it leads out of this host";
+    let advice = "a guest that is taken over by another host is cut off from its clients, unless they are guests of \
+                  the same host, too: put protected guests on a bridge that has the uplink as a port";
+    Some(Check::note(&format!("bridge {bridge}"), detail, advice))
+}
+
+/// A bridge with the spanning tree protocol keeps a new port silent for twice its delay.
+fn silent_ports(interfaces: &Path, bridge: &str) -> Option<Check> {
+    let setting = |name: &str| -> Option<u64> {
+        let file = interfaces.join(bridge).join("bridge").join(name);
+        fs::read_to_string(file).ok()?.trim().parse().ok()
+    };
+    // In hundredths of a second.
+    let delay = setting("forward_delay")?;
+    if setting("stp_state")? == 0 || delay == 0 {
+        return None;
+    }
+    let detail = format!("has STP with a forward delay of {} s", delay / 100);
+    let advice = format!(
+        "a guest's card is silent for twice that behind each start, and behind a take-over soon after protection \
+         began: `ip link set {bridge} type bridge stp_state 0`, if there is no loop"
+    );
+    Some(Check::note(&format!("bridge {bridge}"), detail, advice))
+}
+
+/// The host's packet filter sees what bridges carry, as Docker has it.
+fn filtered_frames(settings: &Path) -> Option<Check> {
+    let setting = fs::read_to_string(settings.join("bridge-nf-call-iptables")).ok()?;
+    if setting.trim() == "0" {
+        return None;
+    }
+    let detail = "bridged frames go through this host's packet filter";
+    let advice = "see that FORWARD accepts guests' frames on every host, or `sysctl net.bridge.bridge-nf-call-iptables=0`";
+    Some(Check::note("packet filter", detail, advice))
+}
+
+/// The daemon's service has no group below it in which the daemon is alone.
+fn own_group(service: &Path) -> Option<Check> {
+    if !service.is_dir() || service.join("daemon").is_dir() {
+        return None;
+    }
+    let detail =
+        "the daemon has no group of its own below its service's, which systemd 254 and later make";
+    let advice = "it slows no guest down that outruns the link, and holds no QEMU to its memory and threads: \
+                  `understudy status VM` says NOT LIMITED";
+    Some(Check::note("control groups", detail, advice))
 }
 
 fn memory() -> Check {
@@ -227,6 +295,46 @@ mod tests {
         assert!(check.detail.contains("the address of br1,"), "{}", check.detail);
         assign("br1", "3\n");
         assert_eq!(bridges(directory.path()), Check::ok("bridges", "br0, br1"));
+    }
+
+    #[test]
+    fn a_bridge_that_leads_nowhere_or_keeps_silent_is_told() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |path: &str| directory.path().join(path);
+        for port in ["tap0", "eth0"] {
+            fs::create_dir_all(at(port)).unwrap();
+        }
+        fs::write(at("tap0/tun_flags"), "0x1002\n").unwrap();
+        fs::create_dir_all(at("br0/bridge")).unwrap();
+        assert_eq!(dead_end(directory.path(), "br0").unwrap().name, "bridge br0");
+        fs::create_dir_all(at("br0/brif/tap0")).unwrap();
+        assert!(dead_end(directory.path(), "br0").is_some());
+        fs::create_dir_all(at("br0/brif/eth0")).unwrap();
+        assert_eq!(dead_end(directory.path(), "br0"), None);
+
+        assert_eq!(silent_ports(directory.path(), "br0"), None);
+        fs::write(at("br0/bridge/forward_delay"), "1500\n").unwrap();
+        fs::write(at("br0/bridge/stp_state"), "1\n").unwrap();
+        let check = silent_ports(directory.path(), "br0").unwrap();
+        assert!(check.detail.contains("15 s"), "{}", check.detail);
+        fs::write(at("br0/bridge/stp_state"), "0\n").unwrap();
+        assert_eq!(silent_ports(directory.path(), "br0"), None);
+    }
+
+    #[test]
+    fn a_packet_filter_and_a_group_that_is_missing_are_told() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |path: &str| directory.path().join(path);
+        assert_eq!(filtered_frames(directory.path()), None);
+        fs::write(at("bridge-nf-call-iptables"), "1\n").unwrap();
+        assert!(filtered_frames(directory.path()).is_some());
+        fs::write(at("bridge-nf-call-iptables"), "0\n").unwrap();
+        assert_eq!(filtered_frames(directory.path()), None);
+        assert_eq!(own_group(&at("understudy.service")), None);
+        fs::create_dir(at("understudy.service")).unwrap();
+        assert!(own_group(&at("understudy.service")).is_some());
+        fs::create_dir(at("understudy.service/daemon")).unwrap();
+        assert_eq!(own_group(&at("understudy.service")), None);
     }
 
     #[test]

@@ -116,6 +116,7 @@ pub fn host_of(vms: Vec<VmStatus>) -> HostStatus {
         arbiter: None,
         peers: Vec::new(),
         awaited: Vec::new(),
+        lost: Vec::new(),
         vms,
     }
 }

@@ -173,7 +173,7 @@ fn the_command_line_works_from_another_machine() {
         ensure!(output.status.success(), "{output:?}");
         refused(&[&alice[..], &["failover", VM]].concat(), 1, "takes the role operate")?;
         scene.await_protected("a", |_| ())?;
-        call(&["failover", VM])?;
+        wait_for("the backup to be one", LIMIT, || Ok(call(&["failover", VM]).ok()))?;
         scene.await_live("b")?;
         // What answers there is another host, by its certificate.
         let address = scene.lab().host_address("a")?;

@@ -1,15 +1,18 @@
 //! Disks on block devices: through fail-overs to a file and back, and devices that are somebody else's.
 
+use crate::confinement::{has_another_vm, that_try, told_of_devices};
+use crate::keepers::with_keepers;
 use crate::refusals::says;
-use crate::stage::{
-    Calm, PACE, await_service, close, options, play, prove_disk, prove_survival, refusal, run,
-};
+use crate::replaced_keepers::await_protected_again;
+use crate::stage::{Calm, PACE, await_service, close, options, play, prove_disk, refusal, run};
 use anyhow::{Context, Result, ensure};
 use std::fs::{self, File};
 use std::io::{BufRead as _, BufReader};
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use toml::{Table, Value};
+use understudy_lab::check::check_disk;
 use understudy_lab::scene::VM;
 use understudy_lab::{Scene, SceneOptions};
 
@@ -20,13 +23,13 @@ const VOLUME: &str = "256M";
 const VOLUME_GROUP_BYTES: u64 = 300 << 20;
 
 /// A loop device on a file, until it is dropped.
-struct Device {
+pub struct Device {
     path: PathBuf,
     file: PathBuf,
 }
 
 impl Device {
-    fn on(file: &Path) -> Result<Device> {
+    pub fn on(file: &Path) -> Result<Device> {
         let shown = run("losetup", &["--find", "--show", &file.to_string_lossy()])?;
         Ok(Device { path: shown.trim().into(), file: file.to_owned() })
     }
@@ -37,7 +40,7 @@ impl Device {
         run("losetup", &["--set-capacity", self.path()]).map(drop)
     }
 
-    fn path(&self) -> &str {
+    pub fn path(&self) -> &str {
         self.path.to_str().expect("a device's path is text")
     }
 }
@@ -106,6 +109,18 @@ impl Volume {
     }
 }
 
+/// The room of a device for the guest's disk as a qcow2 image, however full it is.
+const QCOW2_ROOM_BYTES: u64 = 1 << 30;
+
+/// A device with a qcow2 image that has the content of `image`.
+fn qcow2_device(image: &Path) -> Result<Device> {
+    let file = image.with_extension("qcow2");
+    let (from, to) = (image.to_string_lossy(), file.to_string_lossy());
+    run("qemu-img", &["convert", "-f", "raw", "-O", "qcow2", &from, &to])?;
+    File::options().write(true).open(&file)?.set_len(QCOW2_ROOM_BYTES)?;
+    Device::on(&file)
+}
+
 /// Runs a command of LVM, which makes its own device nodes where nobody does (`make test-kvm`).
 fn lvm(command: &[&str]) -> Result<String> {
     run("env", &[&["DM_DISABLE_UDEV=1"], command].concat())
@@ -158,7 +173,28 @@ fn copied(scene: &Scene, host: &str) -> Result<String> {
 fn a_disk_on_a_device_goes_over_to_a_file_and_back() {
     play(on_device(), |scene| {
         let device = define(scene)?;
-        goes_over_and_back(scene, &device.path)
+        let acked = goes_over_and_back(scene, &device.path, |_| Ok(()))?;
+        prove_disk(scene, "a", acked)
+    });
+}
+
+/// Its header did not come over, for a device's metadata say that it has no bytes: the backup's QEMU was told of a disk
+/// that is none.
+#[test]
+fn a_qcow2_disk_on_a_device_goes_over_to_a_file_and_back() {
+    play(on_device(), |scene| {
+        let device = define_on(scene, qcow2_device, Device::path)?;
+        let mut table: Table = fs::read_to_string(scene.definition())?.parse()?;
+        *field(&mut table, "format")? = "qcow2".into();
+        fs::write(scene.definition(), table.to_string())?;
+        let acked = goes_over_and_back(scene, &device.path, |_| Ok(()))?;
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        let raw = device.file.with_extension("raw");
+        let (from, to) = (device.path(), raw.to_string_lossy());
+        run("qemu-img", &["convert", "-f", "qcow2", "-O", "raw", from, &to])?;
+        let check = check_disk(&raw, acked)?;
+        ensure!(check.is_intact(), "after {acked} records: {check:#?}");
+        Ok(())
     });
 }
 
@@ -168,14 +204,79 @@ fn a_disk_on_a_logical_volume_goes_over_to_a_file_and_back() {
     play(on_device(), |scene| {
         let directory = scene.lab().directory().to_owned();
         let volume = define_on(scene, |image| Volume::of(image, &directory), Volume::path)?;
-        goes_over_and_back(scene, &volume.path)
+        let acked = goes_over_and_back(scene, &volume.path, |_| Ok(()))?;
+        prove_disk(scene, "a", acked)
     });
 }
 
-fn goes_over_and_back(scene: &mut Scene, device: &Path) -> Result<()> {
+/// A device, and a name that it has elsewhere.
+struct Named {
+    device: Device,
+    name: PathBuf,
+}
+
+impl Named {
+    fn of(image: &Path, directory: &Path) -> Result<Named> {
+        let (device, name) = (Device::on(image)?, directory.join("device"));
+        symlink(&device.path, &name)?;
+        Ok(Named { device, name })
+    }
+}
+
+// It hears which it is as it begins: with a VM that starts, one that it goes on with, and one that it backs up, whose disk was
+// there before.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_keeper_opens_the_device_of_its_vm_and_no_other() {
+    let tried = tempfile::NamedTempFile::new().expect("a file");
+    let options = SceneOptions { booted: false, ..with_keepers() };
+    play(that_try(options, tried.path()), |scene| {
+        let directory = scene.lab().directory().to_owned();
+        for host in ["a", "b"] {
+            has_another_vm(scene, host)?;
+        }
+        let others = directory.join("others.img");
+        File::create(&others)?.set_len(1 << 20)?;
+        let others = Device::on(&others)?;
+        let its = define_on(
+            scene,
+            |image| Named::of(image, &directory),
+            |its| its.name.to_str().expect("a path is text"),
+        )?;
+        let acked = goes_over_and_back(scene, &its.name, |scene| {
+            scene.host("a")?.call(["upgrade", "--keepers", VM])?;
+            await_protected_again(scene, "a")
+        })?;
+        prove_disk(scene, "a", acked)?;
+        let tries = fs::read_to_string(tried.path())?;
+        let opened = |devices: &[&Path]| {
+            let end = told_of_devices(devices);
+            tries.lines().filter(|line| line.ends_with(&end)).count()
+        };
+        // Host a's first, its next, and the one of its backup; and those of host b's.
+        let (its_own, none) = (opened(&[&its.device.path]), opened(&[]));
+        let all = tries.lines().count();
+        ensure!(
+            its_own == 3 && none > 0 && its_own + none == all,
+            "{} is its own, {} another's:\n{tries}",
+            its.device.path(),
+            others.path()
+        );
+        Ok(())
+    });
+}
+
+/// Returns how many records the guest has acknowledged.
+fn goes_over_and_back(
+    scene: &mut Scene,
+    device: &Path,
+    meanwhile: impl FnOnce(&Scene) -> Result<()>,
+) -> Result<u64> {
     scene.protected_guest("a", "b")?;
     ensure!(scene.disk("a", 0)? == device, "the primary has it elsewhere");
     let client = scene.record_client(PACE)?;
+    await_service(&client)?;
+    meanwhile(scene)?;
     await_service(&client)?;
     scene.host_mut("a")?.kill_everything()?;
     scene.await_live("b")?;
@@ -189,7 +290,8 @@ fn goes_over_and_back(scene: &mut Scene, device: &Path) -> Result<()> {
     scene.host_mut("b")?.kill_everything()?;
     scene.await_live("a")?;
     ensure!(scene.disk("a", 0)? == device, "it has left its device");
-    prove_survival(scene, client, "a")
+    await_service(&client)?;
+    close(client)
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! The end of a daemon: what becomes of the guests that nobody takes over, and what is said of it.
 
+use crate::fencing::pass;
 use crate::refusals::{log_of, quick};
+use crate::sick_hosts::await_unfit;
 use crate::stage::{
     Calm, LIMIT, PACE, await_forgotten, await_service, close, hand_over, options, play,
     play_protected, protection, prove_disk, prove_survival, refusal, repairing_daemon, run,
@@ -10,6 +12,7 @@ use serde_json::Value;
 use std::fs;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use understudy_lab::check::check_disk;
 use understudy_lab::scene::VM;
 use understudy_lab::{Scene, SceneOptions, wait_for};
@@ -164,10 +167,27 @@ fn a_guest_that_is_about_to_be_protected_again_is_handed_over() {
     });
 }
 
+/// The backup could not take over at that moment, and the guest was powered off.
+#[test]
+fn a_guest_whose_backup_is_unfit_for_a_moment_is_handed_over_behind_it() {
+    play_protected(waiting(options().calm(), LIMIT.as_secs()), |scene, client| {
+        await_service(&client)?;
+        scene.host("b")?.hide(&scene.lab().arbiter_directory())?;
+        await_unfit(scene, "is its storage mounted?")?;
+        let pid = scene.host("a")?.pid().to_string();
+        run("kill", &["-TERM", &pid])?;
+        // It has tried by then; ended is the guest only by what follows.
+        pass(Duration::from_secs(1))?;
+        await_service(&client)?;
+        scene.host("b")?.unhide(&scene.lab().arbiter_directory())?;
+        scene.await_live("b")?;
+        prove_survival(scene, client, "b")
+    });
+}
+
 /// A daemon that is started while the one before still ends waits for its addresses.
 #[test]
 fn a_daemon_that_is_restarted_at_once_waits_for_the_one_before() {
-    // The next one waits for five seconds, of which a busy machine needs some.
     play(waiting(quick(), 1), |scene| {
         scene.start_guest("a")?;
         let config = scene.host("a")?.directory().join("host.toml");

@@ -1,15 +1,16 @@
 //! Tests of what a guest that broke out of its QEMU would find: nothing.
 
-use crate::keepers::{kept, with_keepers};
+use crate::block_devices::Device;
+use crate::keepers::{kept, told, with_keepers};
 use crate::stage::{Calm, options, play, play_protected, prove_survival};
 use anyhow::{Context, Result, ensure};
-use std::fs;
+use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
-use understudy_lab::Scene;
 use understudy_lab::scene::VM;
+use understudy_lab::{Scene, SceneOptions};
 
 const NOBODY: u32 = 65534;
 
@@ -116,7 +117,7 @@ fn of_a_keeper() -> u64 {
 fn a_keeper_has_few_of_roots_rights_and_its_qemu_none() {
     play_protected(with_keepers(), |scene, client| {
         for host in ["a", "b"] {
-            let keeper = u32::try_from(kept(&scene.status(host)?)?.keeper)?;
+            let keeper = u32::try_from(kept(&told(scene, host, VM)?)?.keeper)?;
             let qemu = check_host(scene, host).map(|_| scene.host(host)?.qemu_pid(VM))??;
             ensure!(field(keeper, "NoNewPrivs:")? == "1", "the keeper may gain privileges");
             // Its own two; QEMU has a third one.
@@ -141,7 +142,7 @@ fn a_keeper_has_few_of_roots_rights_and_its_qemu_none() {
 }
 
 /// Something of a VM that a keeper is to try to read.
-fn has_another_vm(scene: &Scene, host: &str) -> Result<()> {
+pub fn has_another_vm(scene: &Scene, host: &str) -> Result<()> {
     let state = scene.host(host)?.directory().join("state/another");
     fs::create_dir(&state)?;
     for file in ["keeper.json", "disk0.img"] {
@@ -151,25 +152,40 @@ fn has_another_vm(scene: &Scene, host: &str) -> Result<()> {
     Ok(())
 }
 
+/// Has keepers try what they may not, and tell of it in a file.
+pub fn that_try(mut options: SceneOptions, file: &Path) -> SceneOptions {
+    for daemon in options.daemons.values_mut() {
+        let point = format!("rights=return({})", file.display());
+        daemon.environment.push(("FAILPOINTS".to_owned(), point));
+    }
+    options
+}
+
+/// The end of what a keeper tells in it that opens these devices, and makes none.
+pub fn told_of_devices(opened: &[&Path]) -> String {
+    format!(" {opened:?} false")
+}
+
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn what_a_keeper_tries_beyond_its_rights_is_refused() {
     let tried = tempfile::NamedTempFile::new().expect("a file");
-    let mut options = with_keepers();
-    for daemon in options.daemons.values_mut() {
-        let point = format!("rights=return({})", tried.path().display());
-        daemon.environment.push(("FAILPOINTS".to_owned(), point));
-    }
-    play(options, |scene| {
+    play(that_try(with_keepers(), tried.path()), |scene| {
         for host in ["a", "b"] {
             has_another_vm(scene, host)?;
         }
+        let image = scene.lab().directory().join("others.img");
+        File::create(&image)?.set_len(1 << 20)?;
+        let others = Device::on(&image)?;
+        File::open(others.path()).context("this test takes root")?;
         scene.protected_guest("a", "b")?;
         let tries = fs::read_to_string(tried.path())?;
         for host in ["a", "b"] {
-            let keeper = kept(&scene.status(host)?)?.keeper;
+            let keeper = kept(&told(scene, host, VM)?)?.keeper;
             let files = "[Err(PermissionDenied), Err(PermissionDenied), Err(NotFound)]";
-            let outcome = format!("{keeper} {files} Err(EPERM) Ok(\"HTTP/1.1 403 Forbidden\")");
+            let devices = told_of_devices(&[]);
+            let outcome =
+                format!("{keeper} {files} Err(EPERM) Ok(\"HTTP/1.1 403 Forbidden\"){devices}");
             ensure!(tries.lines().any(|line| line == outcome), "no {outcome}:\n{tries}");
         }
         for host in ["a", "b"] {

@@ -2,7 +2,7 @@
 
 use crate::stage::{
     Calm, LIMIT, LOAD_PACE, await_degraded, await_service, close, options, play_protected,
-    prove_disk, prove_survival,
+    protect_when_taken, prove_disk, prove_survival,
 };
 use anyhow::{Context, Result, ensure};
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ fn a_host_is_killed_at_rest() {
 
 #[test]
 fn a_host_is_killed_under_load() {
-    play_protected(options(), |scene, client| {
+    play_protected(options().calm(), |scene, client| {
         let mut shell = scene.shell()?;
         shell.start("guest-tools dirty 2000 20")?;
         shell.start("while :; do dd if=/dev/urandom of=/data/noise bs=64k count=8; sync; done")?;
@@ -117,8 +117,7 @@ pub fn kill_the_standby_qemu(options: SceneOptions) {
         await_degraded(scene, "a")?;
         await_service(&client)?;
         // Its daemon lives: it can serve again at once.
-        scene.protect("a", "b")?;
-        scene.await_protected("a", |_| ())?;
+        protect_when_taken(scene, "a", "b")?;
         await_service(&client)?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")

@@ -80,7 +80,7 @@ fn a_guest_whose_disk_fails_is_handed_over_as_soon_as_its_backup_is_fit() {
         scene.shell()?.start(READ)?;
         await_sums(scene, "a", 1)?;
         scene.host("b")?.hide(&scene.lab().arbiter_directory())?;
-        await_unfit(scene, "could not take over now")?;
+        await_unfit(scene, "is its storage mounted?")?;
         a.begin()?;
         await_disk_error(scene, "a")?;
         let turn = ["protect", VM, "--to", "b", "--mode", "checkpoint"];

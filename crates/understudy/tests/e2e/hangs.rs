@@ -96,7 +96,7 @@ fn a_guest_that_hangs_without_a_fit_backup_is_left_alone() {
         scene.host("b")?.hide(&scene.lab().arbiter_directory())?;
         wait_for("the primary to say that its backup could not take over", LIMIT, || {
             let status = scene.status("a")?;
-            Ok(protection(&status).1.contains("could not take over now").then_some(()))
+            Ok(protection(&status).1.contains("is its storage mounted?").then_some(()))
         })?;
         let qemu = scene.host("a")?.qemu_pid(VM)?;
         scene.host("a")?.stall(Part::Process(qemu))?;

@@ -53,6 +53,14 @@ pub fn answered(scene: &Scene, vm: &str) -> Result<Value> {
     })
 }
 
+/// The status of a VM on a host once its keeper has answered the daemon in time ([`answered`]).
+pub fn told(scene: &Scene, host: &str, vm: &str) -> Result<Value> {
+    wait_for(&format!("the keeper of {vm} on host {host} to answer"), LIMIT, || {
+        let status = scene.host(host)?.status(vm)?;
+        Ok((!status["qemu_pid"].is_null()).then_some(status))
+    })
+}
+
 pub fn checkpoints(status: &Value) -> Result<u64> {
     status["checkpoints"].as_u64().context("no checkpoints")
 }

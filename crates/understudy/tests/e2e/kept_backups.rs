@@ -2,12 +2,12 @@
 //! runs on without it.
 
 use crate::autostart::{await_coming_up, awaited, set_autostart};
-use crate::keepers::{begin, kept, signal_keeper, with_keepers};
+use crate::keepers::{begin, kept, signal_keeper, told, with_keepers};
 use crate::paths::{await_both_up, cut_the_one_in_use};
 use crate::peer::{hung_up, message, refusal_of, refusal_of_keeper};
 use crate::recover::lose;
 use crate::stage::{
-    Calm, LIMIT, PACE, await_forgotten, await_service, play, prove_disk, prove_survival,
+    Calm, LIMIT, PACE, await_forgotten, await_service, hand_over, play, prove_disk, prove_survival,
     restart_daemon,
 };
 use anyhow::{Context, Result, ensure};
@@ -33,11 +33,11 @@ fn what_was_taken_over_outlives_its_daemon_and_is_protected_back() {
         scene.host_mut("b")?.kill_daemon()?;
         await_service(&client)?;
         scene.revive("b")?;
-        ensure!(kept(&scene.status("b")?)? == before, "another one");
+        ensure!(kept(&told(scene, "b", VM)?)? == before, "another one");
         scene.restart("a")?;
         scene.protect("b", "a")?;
         scene.await_protected("b", |_| ())?;
-        kept(&scene.status("a")?).context("the backup has no keeper")?;
+        kept(&told(scene, "a", VM)?).context("the backup has no keeper")?;
         for host in ["a", "b"] {
             scene.host_mut(host)?.kill_daemon()?;
         }
@@ -56,7 +56,7 @@ fn a_guest_is_handed_to_and_fro_between_keepers_while_a_daemon_is_dead() {
         let client = begin(scene)?;
         for (from, to) in [("a", "b"), ("b", "a")] {
             scene.host_mut(to)?.kill_daemon()?;
-            scene.host(from)?.call(["failover", VM])?;
+            hand_over(scene.host(from)?, VM)?;
             await_forgotten(scene, from)?;
             await_service(&client)?;
             scene.revive(to)?;
@@ -75,11 +75,11 @@ fn protection_that_ends_and_begins_again_at_once_finds_its_place_free() {
     play(with_keepers(), |scene| {
         scene.protected_guest("a", "b")?;
         let client = begin(scene)?;
-        let first = kept(&scene.status("b")?)?;
+        let first = kept(&told(scene, "b", VM)?)?;
         scene.host("a")?.call(["unprotect", VM])?;
         scene.protect("a", "b")?;
         scene.await_protected("a", |_| ())?;
-        ensure!(kept(&scene.status("b")?)?.keeper != first.keeper, "the same keeper");
+        ensure!(kept(&told(scene, "b", VM)?)?.keeper != first.keeper, "the same keeper");
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
     });
@@ -112,10 +112,10 @@ fn a_vm_comes_up_with_its_host_in_a_keeper_and_is_protected_again() {
         scene.restart("b")?;
         scene.restart("a")?;
         await_coming_up(scene, "a")?;
-        let up = kept(&scene.status("a")?)?;
+        let up = kept(&told(scene, "a", VM)?)?;
         restart_daemon(scene, "a")?;
         await_protected_again(scene)?;
-        ensure!(kept(&scene.status("a")?)? == up, "another one");
+        ensure!(kept(&told(scene, "a", VM)?)? == up, "another one");
         scene.await_guest()?;
         prove_disk(scene, "a", acked)?;
         await_forgotten(scene, "b")
@@ -150,7 +150,7 @@ fn a_vm_that_cannot_come_up_says_why_and_leaves_no_keeper_until_it_can() {
         await_reason("/no/such/kernel")?;
         fs::write(&record, good)?;
         await_coming_up(scene, "a")?;
-        kept(&scene.status("a")?).context("it has no keeper")?;
+        kept(&told(scene, "a", VM)?).context("it has no keeper")?;
         scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
         await_forgotten(scene, "a")
     });
@@ -163,7 +163,7 @@ fn a_backup_that_follows_a_log_takes_over_without_its_daemon() {
         scene.protected_guest("a", "b")?;
         let client = begin(scene)?;
         ensure!(scene.status("b")?["mode"] == "lockstep", "no lockstep");
-        let backup = kept(&scene.status("b")?)?;
+        let backup = kept(&told(scene, "b", VM)?)?;
         for host in ["a", "b"] {
             scene.host_mut(host)?.kill_daemon()?;
         }
@@ -186,7 +186,7 @@ fn a_backups_keeper_is_killed_and_protection_is_restored() {
         companion.await_boot(scene)?;
         let others = companion.record_client(scene, PACE)?;
         await_service(&others)?;
-        let other = kept(&scene.host("b")?.status(COMPANION)?)?;
+        let other = kept(&told(scene, "b", COMPANION)?)?;
         let (daemon, status) = (scene.host("b")?.pid(), scene.status("b")?);
         let lost = kept(&status)?;
         signal_keeper(&status, Signal::SIGKILL)?;
@@ -198,7 +198,7 @@ fn a_backups_keeper_is_killed_and_protection_is_restored() {
         await_protected_again(scene)?;
         await_service(&client)?;
         await_service(&others)?;
-        ensure!(kept(&scene.host("b")?.status(COMPANION)?)? == other, "another one");
+        ensure!(kept(&told(scene, "b", COMPANION)?)? == other, "another one");
         ensure!(scene.host("b")?.pid() == daemon, "another daemon");
         let events = scene.host("b")?.call(["events", "--json"])?;
         ensure!(events.contains("was killed"), "{events}");
@@ -215,7 +215,7 @@ fn a_path_is_lost_and_the_session_goes_on_with_the_keeper() {
     play(options, |scene| {
         scene.protected_guest("a", "b")?;
         let client = begin(scene)?;
-        let (primary, backup) = (kept(&scene.status("a")?)?, kept(&scene.status("b")?)?);
+        let (primary, backup) = (kept(&told(scene, "a", VM)?)?, kept(&told(scene, "b", VM)?)?);
         for host in ["a", "b"] {
             restart_daemon(scene, host)?;
         }
@@ -227,8 +227,8 @@ fn a_path_is_lost_and_the_session_goes_on_with_the_keeper() {
         await_both_up(scene)?;
         let cut = cut_the_one_in_use(scene)?;
         await_service(&client)?;
-        ensure!(kept(&scene.status("a")?)? == primary, "another one");
-        ensure!(kept(&scene.status("b")?)? == backup, "another one");
+        ensure!(kept(&told(scene, "a", VM)?)? == primary, "another one");
+        ensure!(kept(&told(scene, "b", VM)?)? == backup, "another one");
         // Without any path the backup takes over; the former primary asks its keeper what became of it.
         scene.lab().cut_cable("b", 0)?;
         scene.lab().cut_cable("b", 1)?;
@@ -250,7 +250,7 @@ fn a_host_without_keepers_protects_to_one_with_them_and_back() {
         let client = begin(scene)?;
         let status = scene.status("b")?;
         ensure!(status["keeper_pid"].is_null(), "in a keeper, unasked: {status}");
-        scene.host("a")?.call(["failover", VM])?;
+        hand_over(scene.host("a")?, VM)?;
         scene.await_live("b")?;
         await_forgotten(scene, "a")?;
         scene.protect("b", "a")?;
@@ -280,7 +280,7 @@ fn what_is_not_a_keepers_affair_is_refused_and_its_guest_does_not_notice() {
     play(options, |scene| {
         scene.protected_guest("a", "b")?;
         let client = begin(scene)?;
-        let backup = kept(&scene.status("b")?)?;
+        let backup = kept(&told(scene, "b", VM)?)?;
         let beats = || json!({ "purpose": "heartbeat", "session": "made up", "path": 0 });
         let probe = || json!({ "purpose": "probe" });
         for name in ["../b", "", &"x".repeat(5000)] {
@@ -301,7 +301,7 @@ fn what_is_not_a_keepers_affair_is_refused_and_its_guest_does_not_notice() {
         }
         await_service(&client)?;
         scene.await_protected("a", |_| ())?;
-        ensure!(kept(&scene.status("b")?)? == backup, "another one");
+        ensure!(kept(&told(scene, "b", VM)?)? == backup, "another one");
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
     });

@@ -4,7 +4,7 @@
 //! this machine, and not the product, kept everybody waiting meanwhile: a hundred deaths may have none that nothing
 //! else explains.
 
-use crate::keepers::{answered, begin, checkpoints, kept, with_keepers};
+use crate::keepers::{answered, begin, checkpoints, kept, told, with_keepers};
 use crate::stage::{LIMIT, await_service, has_backup, play, prove_survival};
 use anyhow::{Result, ensure};
 use std::fs;
@@ -208,7 +208,7 @@ fn play_deaths(deaths: usize) {
 fn play_deaths_of_the_backups(deaths: usize) {
     play(with_keepers(), |scene| {
         let client = begin_under_load(scene)?;
-        let (primary, backup) = (kept(&scene.status("a")?)?, kept(&scene.status("b")?)?);
+        let (primary, backup) = (kept(&told(scene, "a", VM)?)?, kept(&told(scene, "b", VM)?)?);
         let mut tally = Tally::begin(scene)?;
         for _ in 0..deaths {
             let committed = checkpoints(&scene.status("a")?)?;

@@ -6,7 +6,7 @@ use crate::group::{
     BOTH, Inner, await_both, await_both_fenced, await_protected_again, hand_both_over,
     play_group_with, protect, prove_survival,
 };
-use crate::keepers::{begin, kept, signal_keeper, with_keepers};
+use crate::keepers::{begin, kept, signal_keeper, told, with_keepers};
 use crate::kept_backups::with_repair;
 use crate::recover::lose;
 use crate::stage::{
@@ -38,7 +38,7 @@ fn play_group(story: impl FnOnce(&mut Scene, RecordClient, Inner) -> Result<()>)
 
 /// The keeper that both guests share on a host.
 fn shared(scene: &Scene, host: &str) -> Result<u64> {
-    let [one, other] = BOTH.map(|vm| kept(&scene.host(host)?.status(vm)?));
+    let [one, other] = BOTH.map(|vm| kept(&told(scene, host, vm)?));
     let (one, other) = (one?.keeper, other?.keeper);
     ensure!(one == other, "two keepers on host {host}: {one} and {other}");
     Ok(one)
@@ -173,7 +173,7 @@ fn what_is_wrong_with_a_groups_member_is_refused_and_the_others_do_not_notice() 
         scene.start_guest("a")?;
         scene.await_guest()?;
         let client = begin(scene)?;
-        let keeper = kept(&scene.status("a")?).context("it has no keeper")?.keeper;
+        let keeper = kept(&told(scene, "a", VM)?).context("it has no keeper")?.keeper;
         let companion = Companion::new(scene)?;
         let good = fs::read_to_string(companion.definition())?;
         let wrong = scene.lab().directory().join("wrong.toml");
@@ -256,11 +256,11 @@ fn the_first_order_of_a_groups_keeper_fails_and_who_came_meanwhile_goes_on() {
         let first = scene.host("a")?.begin(["recover", VM])?;
         await_note(scene, VM)?;
         scene.host("a")?.call(["recover", COMPANION])?;
-        let keeper = kept(&scene.host("a")?.status(COMPANION)?)?;
+        let keeper = kept(&told(scene, "a", COMPANION)?)?;
         held.fail()?;
         let (_, words) = refused(&first.wait_with_output()?, "recover")?;
         ensure!(words.contains("a test says so"), "{words}");
-        ensure!(kept(&scene.host("a")?.status(COMPANION)?)? == keeper, "another one");
+        ensure!(kept(&told(scene, "a", COMPANION)?)? == keeper, "another one");
         scene.host("a")?.call(["recover", VM])?;
         ensure!(shared(scene, "a")? == keeper.keeper, "another one");
         stop_both(scene)
@@ -284,13 +284,13 @@ fn what_is_not_wanted_any_more_ends_alone_and_its_end_is_noticed() {
     play(with_group(with_keepers()), |scene| {
         come_up_and_be_held(scene, &held)?;
         scene.host("a")?.call(["recover", VM])?;
-        let keeper = kept(&scene.status("a")?)?;
+        let keeper = kept(&told(scene, "a", VM)?)?;
         scene.host("a")?.call(["vm", "stop", COMPANION])?;
         held.let_go()?;
         wait_for("the end of what nobody wants to be noticed", LIMIT, || {
             Ok(note(scene, COMPANION)?.is_empty().then_some(()))
         })?;
-        ensure!(kept(&scene.status("a")?)? == keeper, "another one");
+        ensure!(kept(&told(scene, "a", VM)?)? == keeper, "another one");
         scene.host("a")?.call(["vm", "start", COMPANION])?;
         ensure!(shared(scene, "a")? == keeper.keeper, "another one");
         stop_both(scene)

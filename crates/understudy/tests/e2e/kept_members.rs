@@ -1,7 +1,7 @@
 //! Tests of which VMs come into a keeper: what its daemon has examined, and what belongs to its
 //! group.
 
-use crate::keepers::{kept, signal_keeper};
+use crate::keepers::{kept, signal_keeper, told};
 use crate::peer::{MadeUpPeer, message, refusal_of_keeper};
 use crate::refusals::{definition, log_of, quick, with_peers, write};
 use crate::stage::{LIMIT, await_forgotten, play, refusal, run, vms};
@@ -42,7 +42,7 @@ fn start_other(scene: &Scene) -> Result<()> {
 }
 
 fn keeper_of(scene: &Scene, vm: &str) -> Result<u64> {
-    Ok(kept(&scene.host("a")?.status(vm)?)?.keeper)
+    Ok(kept(&told(scene, "a", vm)?)?.keeper)
 }
 
 fn stop(scene: &Scene, vms: &[&str]) -> Result<()> {

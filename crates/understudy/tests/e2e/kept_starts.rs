@@ -1,6 +1,6 @@
 //! VMs that `recover` or a restore starts in a keeper: their daemon may die, as that of others.
 
-use crate::keepers::{kept, with_keepers};
+use crate::keepers::{kept, told, with_keepers};
 use crate::lazy::{HeldStore, restore_lazily, saved};
 use crate::recover::lose;
 use crate::refusals::{definition, says, write};
@@ -17,11 +17,11 @@ use understudy_lab::{Scene, SceneOptions, wait_for};
 
 /// The host's daemon dies, and the next finds the guest in the keeper in which it has gone on.
 pub fn prove_kept(scene: &mut Scene, host: &str) -> Result<()> {
-    let before = kept(&scene.status(host)?).context("it has no keeper")?;
+    let before = kept(&told(scene, host, VM)?).context("it has no keeper")?;
     scene.host_mut(host)?.kill_daemon()?;
     ensure!(scene.shell()?.run("echo here")?.text.trim() == "here", "it does not go on");
     scene.revive(host)?;
-    ensure!(kept(&scene.status(host)?)? == before, "another one");
+    ensure!(kept(&told(scene, host, VM)?)? == before, "another one");
     Ok(())
 }
 
@@ -84,7 +84,7 @@ fn what_is_restored_goes_on_and_is_loaded_without_its_daemon() {
     play(held(&held_store), |scene| {
         let (sums, count) = saved(scene)?;
         restore_lazily(scene, &held_store)?;
-        let before = kept(&scene.status("b")?).context("it has no keeper")?;
+        let before = kept(&told(scene, "b", VM)?).context("it has no keeper")?;
         scene.host_mut("b")?.kill_daemon()?;
         held_store.let_go()?;
         let mut shell = scene.shell()?;
@@ -97,7 +97,7 @@ fn what_is_restored_goes_on_and_is_loaded_without_its_daemon() {
         wait_for("all of the guest to be there", LIMIT, || {
             Ok(scene.status("b")?["filling"].is_null().then_some(()))
         })?;
-        ensure!(kept(&scene.status("b")?)? == before, "another one");
+        ensure!(kept(&told(scene, "b", VM)?)? == before, "another one");
         prove_restored(scene, "b", &sums, count)?;
         // It is a VM like others.
         let store = store(scene);
@@ -131,7 +131,7 @@ fn begin_restore(scene: &Scene) -> Result<(Child, u64)> {
 fn prove_again(scene: &Scene, sums: &str, count: u64) -> Result<()> {
     await_forgotten(scene, "b")?;
     json(scene, "b", &["vm", "restore", VM, "--store", &store(scene)])?;
-    kept(&scene.status("b")?).context("it has no keeper")?;
+    kept(&told(scene, "b", VM)?).context("it has no keeper")?;
     prove_restored(scene, "b", sums, count)?;
     scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
     await_forgotten(scene, "b")
@@ -220,7 +220,7 @@ fn what_is_done_is_answered_although_its_keeper_takes_long_to_end() {
         SceneOptions { kind: GuestKind::BootSector, memory_mib: 64, ..with_keepers() };
     let daemon = options.daemons.get_mut("a").expect("host a's");
     // The daemon waits 10 s.
-    daemon.environment.push(("FAILPOINTS".to_owned(), "leave-all=sleep(13000)".to_owned()));
+    daemon.environment.push(("FAILPOINTS".to_owned(), "leave-all=sleep(20000)".to_owned()));
     play(options, |scene| {
         let file = write(scene, "slow.toml", &definition(scene, "slow")?)?.display().to_string();
         let host = scene.host("a")?;

@@ -325,8 +325,15 @@ fn prove_refusals(scene: &Scene, restore: &[&str]) -> Result<()> {
     }
     let (_, words) = refusal(scene.host("a")?, restore)?;
     says(&words, &["host b", "outlived this host's last daemon"])?;
-    let (_, words) = refusal(scene.host("b")?, &["status", VM])?;
-    says(&words, &["is being taken back"])
+    // Before, no status told of it, and an upgrade ended it.
+    let told = |arguments: &[&str], code| -> Result<String> {
+        let output = scene.host("b")?.cli(arguments)?;
+        ensure!(output.status.code() == Some(code), "{arguments:?} ended with {}", output.status);
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    };
+    says(&told(&["status", VM], 3)?, &["DEGRADED", "is being taken back"])?;
+    says(&told(&["status"], 0)?, &["WRONG", VM, "is being taken back"])?;
+    says(&told(&["upgrade", "--plan"], 1)?, &[VM, "would be ended"])
 }
 
 /// Before, the guest was ended, and only the log said so.

@@ -7,6 +7,7 @@ use crate::deaths::kill_the_standby_qemu;
 use crate::deaths::{await_rounds, unharmed};
 use crate::planned::power_off;
 use crate::refusals::log_of;
+use crate::resync::protect_again;
 use crate::stage::{
     Calm, LIMIT, LOAD_PACE, PACE, await_degraded, await_forgotten, await_service, close,
     daemon_passing, hand_over, options, play, play_protected, prove_disk, prove_survival, refusal,
@@ -229,6 +230,13 @@ fn a_log_that_is_full_as_the_guest_is_handed_over_holds_nobody_up() {
     hand_over_under(FLOOD, armed("a", "log-fills=return"));
 }
 
+/// What came beyond 4 MiB while the guest was being stopped was once left out, and what the guest had sent meanwhile left.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_log_that_is_long_as_the_guest_is_handed_over_goes_over_whole() {
+    hand_over_under(FLOOD, armed("a", "log-fills=return(5)"));
+}
+
 /// A guest once stood still for good when nobody read what it logged.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
@@ -338,6 +346,26 @@ fn a_backup_that_stalls_is_waited_for() {
     });
 }
 
+/// It was given up as one to which nothing gets: it read no more.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_backup_that_stalls_with_all_the_log_that_there_is_room_for_is_waited_for() {
+    let mut options = armed("b", "little-room=return");
+    // Its section of the detector is the last.
+    options.daemons.entry("a".to_owned()).or_default().settings += "epoch_timeout_ms = 2000\n";
+    play_protected(options, |scene, client| {
+        in_lockstep(scene, "a")?;
+        scene.shell()?.start(FLOOD)?;
+        let qemu = stop_qemu(scene, "b")?;
+        await_blocked(scene, true)?;
+        std::thread::sleep(SILENCE);
+        signal::kill(qemu, Signal::SIGCONT)?;
+        await_blocked(scene, false)?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
 #[test]
 fn a_backup_that_diverges_is_replaced_and_the_second_time_distrusted() {
     let mut options = lockstep();
@@ -368,6 +396,27 @@ fn a_backup_that_diverges_is_replaced_and_the_second_time_distrusted() {
     });
 }
 
+/// It won the VM if its primary died before it had said why.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_copy_that_has_diverged_wins_nothing_while_it_notes_how() {
+    let found = Moment::new();
+    let spoilt = "spoil-log=300*off->1*return->off";
+    let points = format!("{spoilt};{}", found.action("keep-evidence", "1*"));
+    play_protected(armed("b", &points), |scene, client| {
+        found.await_reached()?;
+        scene.host_mut("a")?.kill_everything()?;
+        client.abandon();
+        // Longer than any silence that it takes for none.
+        std::thread::sleep(SILENCE);
+        found.end()?;
+        await_forgotten(scene, "b")?;
+        let log = log_of(scene, "b")?;
+        ensure!(!log.contains("taking over at epoch"), "{log}");
+        Ok(())
+    });
+}
+
 /// Waits until host a has lost so many backups that did not follow, and says so.
 pub fn await_divergences(scene: &Scene, many: usize) -> Result<()> {
     wait_for("the backup to be given up", LIMIT, || {
@@ -393,6 +442,27 @@ fn stop_qemu(scene: &Scene, host: &str) -> Result<Pid> {
     let pid = scene.status(host)?["qemu_pid"].as_i64().context("no QEMU")?;
     scene.host(host)?.stall(Part::Process(pid.try_into()?))?;
     Ok(Pid::from_raw(pid.try_into()?))
+}
+
+/// Only its changed blocks were copied, by the count of what it had written, whatever that was.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn the_mirrors_of_a_copy_that_proves_diverged_at_its_take_over_are_made_anew() {
+    play_protected(armed("b", "rest-diverges=return"), |scene, client| {
+        in_lockstep(scene, "a")?;
+        scene.lab().cut("b")?;
+        // Host b wins, and hands it back.
+        await_logged(scene, "b", "a test says so")?;
+        await_degraded(scene, "a")?;
+        await_service(&client)?;
+        let kept = scene.host("b")?.directory().join("state").join(VM).join("diverged");
+        ensure!(kept.join("report.txt").exists(), "nothing was kept of it");
+        scene.lab().heal("b")?;
+        let (_, full_because) = protect_again(scene, "a", "b")?;
+        ensure!(full_because.is_some(), "only what had changed was copied");
+        let acked = close(client)?;
+        prove_disk(scene, "a", acked)
+    });
 }
 
 /// Waits until the guest on host a stands still for its backup, or does not any more.

@@ -1,7 +1,8 @@
 //! Tests that what lockstep is not proven for is refused before anything starts, with the way out.
 
+use crate::keepers::with_keepers;
 use crate::refusals::{quick, says, unharmed};
-use crate::stage::{Calm, daemon, play, refusal};
+use crate::stage::{Calm, daemon, play, refusal, restart_daemon};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -64,6 +65,34 @@ fn a_backup_with_another_build_of_qemu_is_refused() {
     let mut options = SceneOptions { accel: Some("tcg".into()), ..quick() };
     options.daemons.insert("b".to_owned(), HostOptions { settings, ..daemon().calm() });
     refused(options, &["host b refuses", "another build than the primary's"]);
+}
+
+/// Its primary's QEMU was asked about, in which the guest ran before, not the one that it goes on in.
+#[test]
+fn a_turn_into_another_build_of_qemu_than_the_backups_is_refused() {
+    let place = tempfile::tempdir().unwrap();
+    let upgrade = another_build(place.path()).unwrap();
+    let qemu = place.path().join("bin/qemu");
+    fs::copy("/usr/bin/qemu-system-x86_64", &qemu).unwrap();
+    let mut options = SceneOptions { accel: Some("tcg".into()), ..with_keepers() };
+    let a = options.daemons.get_mut("a").expect("host a");
+    a.settings = format!("qemu = \"{}\"\n{}", qemu.display(), a.settings);
+    play(options, |scene| {
+        scene.start_guest("a")?;
+        // The guest stays in what was there, until it moves.
+        fs::rename(&upgrade, &qemu)?;
+        restart_daemon(scene, "a")?;
+        scene.host("a")?.call(["upgrade", "--keepers", VM])?;
+        scene.protect("a", "b")?;
+        let before = scene.await_protected("a", |_| ())?;
+        let lockstep = ["protect", VM, "--to", "b", "--mode", "lockstep"];
+        let (code, words) = refusal(scene.host("a")?, &lockstep)?;
+        ensure!(code == 1, "exit code {code}: {words}");
+        says(&words, &["b refuses", "another build than the primary's"])?;
+        let status = scene.await_protected("a", |_| ())?;
+        ensure!(status["qemu_pid"] == before["qemu_pid"], "it was moved: {status}");
+        Ok(())
+    });
 }
 
 #[test]

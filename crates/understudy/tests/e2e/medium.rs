@@ -1,7 +1,9 @@
 //! Media of CD-ROM drives that are changed while the VM is protected: the guest reads the new one
 //! on whichever host it runs.
 
+use crate::block_devices::Device;
 use crate::firmware::crc;
+use crate::keepers::with_keepers;
 use crate::refusals::says;
 use crate::stage::{Calm, PACE, await_service, options, play, prove_survival, refusal, run};
 use anyhow::{Context, Result, bail, ensure};
@@ -129,6 +131,24 @@ fn a_medium_that_was_changed_while_protected_is_there_after_each_take_over() {
         is_empty(&mut shell, SATA)?;
         reads(&mut shell, SCSI, &first)?;
         prove_survival(scene, client, "a")
+    });
+}
+
+#[test]
+fn a_medium_that_is_a_device_is_opened_for_its_vms_keeper() {
+    play(SceneOptions { booted: false, ..with_keepers() }, |scene| {
+        let first = define(scene)?;
+        let second = Device::on(&medium(scene, "second.iso", 100, 3)?)?;
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let mut shell = scene.shell()?;
+        reads(&mut shell, SATA, &first)?;
+        change(scene, "a", "disk1", &[second.path()])?;
+        reads(&mut shell, SATA, Path::new(second.path()))?;
+        // The next keeper finds it on record.
+        scene.host("a")?.call(["upgrade", "--keepers", VM])?;
+        reads(&mut shell, SATA, Path::new(second.path()))?;
+        scene.host("a")?.call(["vm", "stop", VM, "--force"]).map(drop)
     });
 }
 

@@ -7,7 +7,7 @@ use crate::sick_hosts::Hanging;
 use crate::snapshot::{json, store};
 use crate::stage::{
     LIMIT, await_forgotten, await_service, close, daemon_passing, hand_over, play, protection,
-    prove_disk, prove_survival, refusal, restart_daemon,
+    prove_disk, prove_survival, refusal, restart_daemon, run,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -15,7 +15,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 use understudy_lab::scene::VM;
-use understudy_lab::{Scene, SceneOptions, wait_for};
+use understudy_lab::{ArbiterKind, HostOptions, Scene, SceneOptions, wait_for};
 
 /// The status of a host's guest once it runs there in a keeper that answers.
 fn answered(scene: &Scene) -> Result<Kept> {
@@ -458,6 +458,78 @@ fn after_an_upgrade_the_plan_tells_which_keepers_run_another_program_and_they_ar
         let plan = scene.host("a")?.call(["upgrade", "--plan"])?;
         ensure!(!plan.contains("another program"), "{plan}");
         close(client)?;
+        stop(scene)
+    });
+}
+
+/// What a VM's keeper is replaced by reads another file of its host than it did.
+fn with_settings(scene: &mut Scene, settings: &str, arbiter: ArbiterKind) -> Result<()> {
+    let before = with_keepers().daemons.remove("a").context("no host a")?;
+    let settings = format!("{}{settings}", before.settings);
+    scene.host_mut("a")?.kill_daemon()?;
+    scene.revive_with("a", HostOptions { settings, arbiter, ..before })
+}
+
+/// The lease of the last keeper had stayed at the arbiter: `recover --force` on host b took it for one that was over.
+#[test]
+fn a_keeper_without_leases_leaves_none_of_the_last_one() {
+    let mut options = with_keepers();
+    options.daemons.get_mut("a").expect("a host a").settings += "lease_seconds = 4\n";
+    play(options, |scene| {
+        scene.protected_guest("a", "b")?;
+        scene.host("a")?.call(["unprotect", VM])?;
+        let lease = scene.lab().arbiter_directory().join(VM).join("1.lease");
+        wait_for("the lease", LIMIT, || Ok(lease.exists().then_some(())))?;
+        with_settings(scene, "lease_seconds = 0\n", ArbiterKind::File)?;
+        replace(scene)?;
+        ensure!(!lease.exists(), "nobody renews it any more");
+        scene.await_guest()?;
+        stop(scene)
+    });
+}
+
+/// The last keeper had left its guest by then.
+#[test]
+fn a_keeper_is_not_replaced_by_one_whose_arbiter_does_not_know_the_vm() {
+    let other = tempfile::tempdir().expect("a directory for the test");
+    play(with_keepers(), |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let before = answered(scene)?;
+        let identity = scene.lab().arbiter_directory().join(".identity");
+        fs::copy(identity, other.path().join(".identity"))?;
+        let settings =
+            format!("[arbiter]\nkind = \"file\"\npath = \"{}\"\n", other.path().display());
+        with_settings(scene, &settings, ArbiterKind::None)?;
+        let words = refused(scene, "a", VM)?;
+        ensure!(words.contains("has no record of generation 1"), "{words}");
+        ensure!(answered(scene)? == before, "another one");
+        scene.await_guest()?;
+        stop(scene)
+    });
+}
+
+/// The next keeper had opened what lay there: the guest's requests had gone to an older copy of its disk.
+#[test]
+fn a_keeper_is_not_replaced_while_another_file_is_at_the_path_of_its_disk() {
+    play(with_keepers(), |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let before = answered(scene)?;
+        let shown: Value =
+            serde_json::from_str(&scene.host("a")?.call(["vm", "show", VM, "--json"])?)?;
+        let image = shown["disk"][0]["path"].as_str().context("no disk")?.to_owned();
+        let (own, copy) = (format!("{image}.own"), format!("{image}.copy"));
+        run("cp", &["--sparse=always", &image, &copy])?;
+        fs::rename(&image, &own)?;
+        fs::rename(&copy, &image)?;
+        let words = refused(scene, "a", VM)?;
+        ensure!(words.contains("another file is at") && words.contains(&image), "{words}");
+        ensure!(answered(scene)? == before, "another one");
+        scene.await_guest()?;
+        fs::rename(&own, &image)?;
+        replace(scene)?;
+        scene.await_guest()?;
         stop(scene)
     });
 }

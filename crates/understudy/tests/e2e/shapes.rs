@@ -131,7 +131,7 @@ fn a_pause_through_qmp_that_leaves_a_disks_tables_unwritten_is_no_checkpoint() {
 }
 
 /// Writes to clusters that have none yet, and later, in an epoch of its own, to one that has.
-const WRITE_LATER: &str = "sleep 5; dd if=/tmp/noise of=/dev/vdb bs=64k seek=400 oflag=direct && \
+const WRITE_LATER: &str = "sleep 20; dd if=/tmp/noise of=/dev/vdb bs=64k seek=400 oflag=direct && \
                            echo WRITTEN > /dev/console; sleep 3; \
                            dd if=/tmp/noise of=/dev/vdb bs=64k count=1 oflag=direct; \
                            touch /tmp/all-written";

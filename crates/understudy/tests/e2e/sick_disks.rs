@@ -6,7 +6,7 @@ use crate::refusals::log_of;
 use crate::sick_hosts::Hanging;
 use crate::stage::{
     Calm, LIMIT, PACE, await_degraded, await_service, close, daemon_passing, hand_over, options,
-    play, play_protected, protect, prove_disk, prove_survival, run,
+    play, play_protected, protect, protect_when_taken, prove_disk, prove_survival, run,
 };
 use anyhow::{Context, Result, ensure};
 use std::fs::{self, File};
@@ -111,8 +111,7 @@ fn a_backup_whose_mirror_lost_writes_says_so_and_is_given_up() {
         failing.end()?;
         await_service(&client)?;
         // What it has of the VM is no copy of it any more; a new session makes one.
-        scene.protect("a", "b")?;
-        scene.await_protected("a", |_| ())?;
+        protect_when_taken(scene, "a", "b")?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
     });
@@ -174,8 +173,7 @@ fn a_backup_that_cannot_apply_the_first_epoch_says_so_and_another_session_can() 
         scene.host("a")?.cli(["protect", VM, "--to", "b"])?;
         let reason = await_degraded(scene, "a")?;
         ensure!(reason.contains("epoch 1 could not be applied: a test says so"), "{reason}");
-        scene.protect("a", "b")?;
-        scene.await_protected("a", |_| ())?;
+        protect_when_taken(scene, "a", "b")?;
         scene.host_mut("a")?.kill_everything()?;
         scene.await_live("b")?;
         scene.await_guest()?;

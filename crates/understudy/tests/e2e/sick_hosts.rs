@@ -166,8 +166,7 @@ fn planned_fail_over_to_a_host_that_cannot(arbiter: ArbiterKind) {
         ensure!(words.contains("a test says so"), "{words}");
         await_service(&client)?;
         was_handed_back(scene, qemu)?;
-        scene.protect("a", "b")?;
-        scene.await_protected("a", |_| ())?;
+        protect_when_taken(scene, "a", "b")?;
         hand_over(scene.host("a")?, VM)?;
         prove_survival(scene, client, "b")
     });

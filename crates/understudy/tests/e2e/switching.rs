@@ -8,6 +8,7 @@ use crate::stage::{
     play_protected, prove_survival, refusal,
 };
 use anyhow::{Context, Result, ensure};
+use serde_json::Value;
 use understudy_lab::scene::{ECHO_PORT, RECORDS_PORT, VM};
 use understudy_lab::{ChatterClient, Load, Scene, SceneOptions, wait_for};
 
@@ -32,10 +33,22 @@ fn armed(host: &str, points: &str) -> SceneOptions {
 fn turn(scene: &Scene, mode: &str) -> Result<()> {
     scene.host("a")?.call(["protect", VM, "--to", "b", "--mode", mode, "--no-wait"])?;
     ensure!(scene.status("a")?["mode"] == mode, "{}", scene.status("a")?);
+    // By which it is protected when its host starts it anew.
+    let wished = wished_mode(scene)?;
+    ensure!(wished == mode, "{wished} is on record");
     match mode {
         "lockstep" => in_lockstep(scene, "a"),
         _ => in_checkpoints(scene),
     }
+}
+
+/// The mode that host a has on record as wished.
+fn wished_mode(scene: &Scene) -> Result<String> {
+    let path = scene.host("a")?.directory().join("state").join(VM).join("record.json");
+    let record: Value = serde_json::from_slice(&std::fs::read(path)?)?;
+    let wish = record["wish"].as_object().context("no wish is on record")?;
+    // Left out if it is the usual one.
+    Ok(wish.get("mode").and_then(Value::as_str).unwrap_or("checkpoint").to_owned())
 }
 
 /// Waits until checkpoints are taken.
@@ -101,9 +114,22 @@ fn a_guest_turns_back_to_checkpoints_and_is_taken_over() {
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_log_that_is_full_as_it_ends_holds_nobody_up() {
-    play_protected(armed("a", "log-fills=return"), |scene, client| {
+    a_log_ends_under(FLOOD, "log-fills=return");
+}
+
+/// What came beyond 4 MiB while the guest was being stopped was once left out: it was executed nowhere but on the
+/// primary, whose backup lacked what it wrote to its disk.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_log_that_is_long_as_it_ends_goes_over_whole() {
+    let writes = "yes > /dev/console & while :; do dd if=/dev/urandom of=/data/noise bs=64k count=8; sync; done";
+    a_log_ends_under(writes, "log-fills=return(5)");
+}
+
+fn a_log_ends_under(load: &str, points: &str) {
+    play_protected(armed("a", points), |scene, client| {
         turn(scene, "lockstep")?;
-        scene.shell()?.start(FLOOD)?;
+        scene.shell()?.start(load)?;
         turn(scene, "checkpoint")?;
         await_service(&client)?;
         await_followed(scene, "checkpoint")?;
@@ -238,11 +264,20 @@ fn a_disk_error_stops_a_guest_whose_backup_died_as_its_log_began() {
 
 #[test]
 fn a_turn_that_is_not_possible_changes_nothing() {
-    play_protected(armed("b", "turn-launch=1*return->off"), |scene, client| {
+    let mut options = armed("b", "turn-launch=1*return->off");
+    options.daemons.insert("a".to_owned(), daemon_passing("note-turn=1*return->off"));
+    play_protected(options, |scene, client| {
         let lockstep = ["protect", VM, "--to", "b", "--mode", "lockstep"];
         let (code, words) = refusal(scene.host("a")?, &lockstep)?;
         ensure!(code == 1 && words.contains("b refuses"), "{code}: {words}");
         ensure!(words.contains("protection goes on with checkpoints"), "{words}");
+        in_checkpoints(scene)?;
+        await_service(&client)?;
+        // The guest once left a host that could not write its record.
+        let before = scene.status("a")?["qemu_pid"].clone();
+        let (code, words) = refusal(scene.host("a")?, &lockstep)?;
+        ensure!(code == 1 && words.contains("cannot note it: a test says so"), "{code}: {words}");
+        ensure!(scene.status("a")?["qemu_pid"] == before, "it was moved into another QEMU");
         in_checkpoints(scene)?;
         await_service(&client)?;
         let (_, words) =

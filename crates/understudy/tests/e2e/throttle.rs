@@ -7,10 +7,10 @@ use std::time::Duration;
 use understudy_lab::{HostOptions, Scene, SceneOptions, wait_for};
 use understudy_protocol::Policy;
 
-/// 12 MB/s: some 3 000 pages.
-const SLOW_MBITS: u32 = 100;
+/// 6 MB/s: some 1 500 pages. A guest that gets a quarter of a busy machine's processor writes more.
+const SLOW_MBITS: u32 = 50;
 /// No link of that speed carries as much noise in a second.
-const MOST_PAGES: u64 = 10_000;
+const MOST_PAGES: u64 = 5_000;
 /// Noise, which no encoding makes smaller.
 const MAKE_NOISE: &str = "for i in 1 2; do dd if=/dev/urandom of=/tmp/$i bs=64k count=300; done";
 /// Writes 20 MB of it over and over, as fast as the guest can.

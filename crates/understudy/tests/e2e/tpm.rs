@@ -2,7 +2,7 @@
 
 use crate::recover::lose;
 use crate::sick_disks::Failing;
-use crate::stage::{Calm, LIMIT, await_degraded, options, play, refusal};
+use crate::stage::{Calm, LIMIT, await_degraded, options, play, protect_when_taken, refusal};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::fs;
@@ -88,11 +88,11 @@ fn images_keep_their_tpm_until_others_have_their_place() {
         // It may be over before the command has seen that it began.
         scene.host("a")?.cli(["protect", VM, "--to", "b"])?;
         let reason = await_degraded(scene, "a")?;
-        ensure!(reason.contains("epoch 1 could not be applied: cannot sync"), "{reason}");
+        // The proof that it could take over meets the disk, too, and may be the first.
+        ensure!(reason.contains("cannot sync"), "{reason}");
         ensure!(mirror(scene)? == mirrored, "the former images have a new TPM");
         failing.end()?;
-        scene.protect("a", "b")?;
-        scene.await_protected("a", |_| ())?;
+        protect_when_taken(scene, "a", "b")?;
         wait_for("the new images' TPM", LIMIT, || Ok((mirror(scene)? != mirrored).then_some(())))?;
         scene.host("a")?.call(["vm", "stop", VM, "--force"]).map(drop)
     });
@@ -110,8 +110,10 @@ fn a_guest_that_begins_on_its_mirror_has_its_tpm() {
         ensure!(defined == "00000000", "the TPM refuses: {defined}");
         wait_for("the backup's disk to have the TPM", LIMIT, || {
             let own = state_of(scene, "a", "tpm/tpm2-00.permall")?;
+            // It is written when the first epoch is applied.
+            let Ok(mirror) = state_of(scene, "b", "tpm.mirror") else { return Ok(None) };
             // Behind swtpm's header, which is another one for what it gives away.
-            Ok(state_of(scene, "b", "tpm.mirror")?.ends_with(&own[10..]).then_some(()))
+            Ok(mirror.ends_with(&own[10..]).then_some(()))
         })?;
         lose(scene, &["a", "b"])?;
         scene.restart("a")?;

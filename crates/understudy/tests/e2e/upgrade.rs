@@ -1,6 +1,6 @@
 //! Hosts of two versions: the one before this is built from its commit, and both protect VMs to each other.
 
-use crate::keepers::{kept, with_keepers};
+use crate::keepers::{kept, told, with_keepers};
 use crate::replaced_keepers::{Installed, await_protected_again};
 use crate::stage::{
     self, Calm, LIMIT, PACE, await_service, close, daemon, options, play, play_protected,
@@ -186,18 +186,18 @@ fn keepers_of_an_older_program_go_on_under_this_ones_daemons_and_are_replaced() 
             let client = scene.record_client(PACE)?;
             await_service(&client)?;
             let [old_primary, old_backup] =
-                [kept(&scene.status("a")?)?, kept(&scene.status("b")?)?];
+                [kept(&told(scene, "a", VM)?)?, kept(&told(scene, "b", VM)?)?];
             installed.upgrade(&program)?;
             for host in ["a", "b"] {
                 restart_daemon(scene, host)?;
             }
             ensure!(kept(&scene.await_protected("a", |_| ())?)? == old_primary, "another one");
-            ensure!(kept(&scene.status("b")?)? == old_backup, "another one");
+            ensure!(kept(&told(scene, "b", VM)?)? == old_backup, "another one");
             await_service(&client)?;
 
             // From the one older keeper to the other, which is protected by a keeper of this program.
             hand_over(scene, &client, "a", "b")?;
-            ensure!(kept(&scene.status("b")?)?.keeper == old_backup.keeper, "another one");
+            ensure!(kept(&told(scene, "b", VM)?)?.keeper == old_backup.keeper, "another one");
             protect(scene, "b", "a")?;
             restart_daemon(scene, "b")?;
             await_service(&client)?;
@@ -207,10 +207,10 @@ fn keepers_of_an_older_program_go_on_under_this_ones_daemons_and_are_replaced() 
 
             // What it leaves is understood, the older agent in its QEMU too.
             let words = scene.host("b")?.call(["upgrade", "--keepers"])?;
-            let told = format!("{VM}: keeper {} is replaced by", old_backup.keeper);
-            ensure!(words.contains(&told), "not {told:?}: {words}");
+            let replaced = format!("{VM}: keeper {} is replaced by", old_backup.keeper);
+            ensure!(words.contains(&replaced), "not {replaced:?}: {words}");
             await_protected_again(scene, "b")?;
-            let now = kept(&scene.status("b")?)?;
+            let now = kept(&told(scene, "b", VM)?)?;
             ensure!(now.qemu == old_backup.qemu && now.keeper != old_backup.keeper, "{now:?}");
             await_service(&client)?;
 
@@ -279,15 +279,21 @@ fn what_the_previous_version_does_not_know_is_not_offered_to_it() {
 #[test]
 fn a_host_is_evacuated_before_its_daemon_is_restarted() {
     play_protected(options().calm(), |scene, client| {
-        let plan: Value =
-            serde_json::from_str(&scene.host("a")?.call(["upgrade", "--plan", "--json"])?)?;
-        let step = &plan["vms"][0];
-        ensure!(step["outcome"] == "handed-over" && step["to"] == "b", "{plan}");
-        ensure!(plan["peers"][0]["device_state_fits"] == true, "{plan}");
-        ensure!(plan["next"]["wire_highest"] == plan["running"]["wire_highest"], "{plan}");
-        scene.await_protected("a", |_| ())?;
-        let words = scene.host("a")?.call(["upgrade", "--evacuate"])?;
-        ensure!(words.contains("the daemon may be restarted"), "{words}");
+        wait_for("the plan to be to hand it over", LIMIT, || {
+            // A machine that stands still makes the backup, or the peer's answer, late.
+            let output = scene.host("a")?.cli(["upgrade", "--plan", "--json"])?;
+            let plan: Value = serde_json::from_slice(&output.stdout)?;
+            ensure!(plan["next"]["wire_highest"] == plan["running"]["wire_highest"], "{plan}");
+            let step = &plan["vms"][0];
+            let handed_over = step["outcome"] == "handed-over" && step["to"] == "b";
+            let fits = plan["peers"][0]["device_state_fits"] == true;
+            Ok((handed_over && fits && output.status.success()).then_some(()))
+        })?;
+        wait_for("the host to be evacuated", LIMIT, || {
+            let (code, words) = evacuation(scene, "a")?;
+            let done = code == Some(0) && words.contains("the daemon may be restarted");
+            Ok(done.then_some(()))
+        })?;
         scene.await_live("b")?;
         await_service(&client)?;
         let left = stage::vms(scene.host("a")?)?;

@@ -78,6 +78,12 @@ impl State {
     }
 }
 
+/// A test has less wait.
+fn most_waiting() -> usize {
+    fail::fail_point!("little-room", |_| PIECE_BYTES);
+    WAITING_BYTES
+}
+
 impl Following {
     /// A log that begins behind `epoch`, of a guest with so many disks.
     pub fn new(disk_reads: DiskReads, disks: usize, epoch: Epoch) -> Following {
@@ -119,19 +125,24 @@ impl Following {
         Ok(true)
     }
 
-    /// Waits while QEMU has too much before it: the connection's flow control then tells the
-    /// primary. Data of reads are too much only while it has log as well, which may ask for
-    /// them.
-    pub fn await_room(&self) {
+    /// Waits while QEMU has too much before it, for so long at most; whether there is room: the
+    /// connection's flow control tells the primary that there is none. Data of reads are too much only
+    /// while it has log as well, which may ask for them.
+    pub fn await_room(&self, longest: Duration) -> bool {
+        let deadline = clock::now() + longest;
         let mut state = self.state.lock();
         let is_full = |state: &State| {
             let reads = state.begun && state.feed.pending() > 0 && self.reads.is_full();
-            state.feed.waiting() > WAITING_BYTES || reads
+            state.feed.waiting() > most_waiting() || reads
         };
         while !state.ended && is_full(&state) {
+            if clock::now() >= deadline {
+                return false;
+            }
             // Nobody tells that reads were asked for.
             state = self.state.wait_for(state, LOOK_INTERVAL);
         }
+        true
     }
 
     /// Ends the log: nothing more will come, or is wanted, and QEMU comes to the end of what there
@@ -306,5 +317,23 @@ impl Following {
             disk_read_mbit_s: self.reads.mbit_s(),
             comparison: None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_waits_for_room_hears_that_there_is_none_until_the_log_ends() {
+        let following = Following::new(DiskReads::Backup, 1, Epoch(1));
+        let at_once = Duration::ZERO;
+        // Interrupts.
+        assert!(following.take(Epoch(2), &vec![1; WAITING_BYTES]).unwrap());
+        assert!(following.await_room(at_once));
+        assert!(following.take(Epoch(3), &[1]).unwrap());
+        assert!(!following.await_room(at_once));
+        following.end();
+        assert!(following.await_room(at_once));
     }
 }

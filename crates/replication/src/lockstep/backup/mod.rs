@@ -15,7 +15,7 @@ mod watch;
 
 pub use feed::feed;
 pub use following::Following;
-pub use replay::{await_end, begin, start, stop};
+pub use replay::{NoEnd, await_end, begin, start, stop};
 pub use watch::watch;
 
 use std::time::Duration;

@@ -3,8 +3,8 @@
 use super::Following;
 use super::watch::{signs, silent_disk, watchdog};
 use crate::clock;
-use crate::lockstep::reads;
-use anyhow::{Context, bail, ensure};
+use crate::lockstep::reads::{self, ReadFailure};
+use anyhow::Context;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::info;
@@ -29,9 +29,29 @@ pub fn begin(machine: &Machine, following: &Following, device_state: &[u8]) -> a
     Ok(())
 }
 
+/// The reason why QEMU does not come to the end of its log.
+#[derive(Debug)]
+pub enum NoEnd {
+    /// It has not done what the primary's did, nor written to its disks what that wrote.
+    Diverged(String),
+    /// Another reason.
+    Other(String),
+}
+
+impl NoEnd {
+    fn of(failure: &ReadFailure) -> NoEnd {
+        match failure {
+            ReadFailure::Diverged(reason) => NoEnd::Diverged(reason.clone()),
+            ReadFailure::Unusable(reason) => NoEnd::Other(reason.clone()),
+        }
+    }
+}
+
 /// Waits until QEMU has executed all of the log, which has ended.
-pub fn await_end(machine: &Machine, following: &Following) -> anyhow::Result<()> {
-    let log = machine.log().context("this QEMU does not replay")?;
+pub fn await_end(machine: &Machine, following: &Following) -> Result<(), NoEnd> {
+    fail::fail_point!("rest-diverges", |_| Err(NoEnd::Diverged("a test says so".to_owned())));
+    let other = |reason: &str| NoEnd::Other(reason.to_owned());
+    let log = machine.log().ok_or_else(|| other("this QEMU does not replay"))?;
     if !following.await_log() {
         return Ok(());
     }
@@ -41,23 +61,30 @@ pub fn await_end(machine: &Machine, following: &Following) -> anyhow::Result<()>
         let status = log.status();
         let (progress, pending) = following.note(status);
         // QEMU runs no more then, and never comes to the end of its log.
-        ensure!(!machine.is_powered_off(), "the guest has powered off, as its log says");
+        if machine.is_powered_off() {
+            return Err(other("the guest has powered off, as its log says"));
+        }
         if following.is_over() && pending == 0 && status.event == u64::from(END) {
             break;
         }
         let left = left_of_ended_log(pending, status.event);
         match dog.look(signs(machine, &progress), left, clock::now()) {
-            Some(Stuck::Diverged(_)) => bail!(
-                "this copy has diverged: {pending} bytes of its log are not taken, or the last event \
-                 is not executed; {:?}",
-                log.status()
-            ),
-            Some(Stuck::Disk(time)) => bail!("{}", silent_disk(time)),
+            Some(Stuck::Diverged(_)) => {
+                return Err(NoEnd::Diverged(format!(
+                    "this copy has diverged: {pending} bytes of its log are not taken, or the last \
+                     event is not executed; {:?}",
+                    log.status()
+                )));
+            }
+            Some(Stuck::Disk(time)) => return Err(NoEnd::Other(silent_disk(time))),
             None => {}
         }
-        ensure!(machine.is_alive(), "QEMU ended: {}", machine.last_words());
+        if !machine.is_alive() {
+            // As a log that makes no sense to it may have it do.
+            return Err(NoEnd::Diverged(format!("QEMU ended: {}", machine.last_words())));
+        }
         if let Some(failure) = following.reads().failure() {
-            bail!("{}", failure.words());
+            return Err(NoEnd::of(&failure));
         }
         thread::sleep(END_INTERVAL);
     }

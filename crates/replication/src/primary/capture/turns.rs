@@ -73,7 +73,7 @@ impl Capturer<'_> {
         let session = self.session;
         let recording = {
             let _rounds = lock(&session.rounds);
-            let recording = session.begin_log(disk_reads)?;
+            let recording = session.begin_log(disk_reads);
             self.checkpoint(Cut::LogBegins)?;
             recording
         };
