@@ -78,9 +78,15 @@ impl World {
                 }
             }
             Fault::Stall(target, span) => self.on(target, |w, host| {
-                w.hosts[host.0].stalled_from = w.now;
-                w.hosts[host.0].stalled_until = w.now + span;
-                w.hosts[host.0].slept += span;
+                let stalled = &mut w.hosts[host.0];
+                // One that stands still already does so for no shorter.
+                let begun = stalled.stalled_until.max(w.now);
+                if begun == w.now {
+                    stalled.stalled_from = w.now;
+                }
+                let until = begun.max(w.now + span);
+                stalled.slept += until - begun;
+                stalled.stalled_until = until;
                 w.coverage.stalls += 1;
             }),
             Fault::HungDisk(span) => self.on(Target::Backup, |w, host| {

@@ -46,7 +46,9 @@ fn broken_by(mutant: Mutant) -> &'static str {
             StageOnceLive => "image is the valid one, but|is not at the boundary",
             ActivateUnsettled => "image is the valid one, but",
             StartUnrecorded => "its record does not say so",
-            KeepTheGrant => "does not start it, and keeps it|its VM is held up",
+            KeepTheGrant => {
+                "does not start it, and keeps it|its VM is held up|nobody has the VM although nothing fails"
+            }
             KeepUnrecorded | KeepTheUseless => "does not start it, and keeps it",
             OpenWhatIsDead => "that was never started",
             HangUpUntold => "hangs up before its primary has heard why",

@@ -99,11 +99,13 @@ mod tests {
         fs::create_dir(&of_vm).unwrap();
         let path = |index| mirror_path(&of_vm, DiskIndex(index));
         fs::write(path(0), b"the former mirror").unwrap();
-        // Nothing can take the place of this one.
-        fs::create_dir_all(path(1).join("full")).unwrap();
+        fs::write(path(1), b"another").unwrap();
         let disk = |index| format!("[[disk]]\npath = {:?}\nformat = 'raw'\n", path(index));
         let text = format!("name = 'db'\nmemory = '64M'\nvcpus = 1\n{}{}", disk(0), disk(1));
         let definition = VmDefinition::from_toml(&text, Path::new("/vm.toml")).unwrap();
+        // Nothing can take the place of this one.
+        fs::remove_file(path(1)).unwrap();
+        fs::create_dir_all(path(1).join("full")).unwrap();
         let records = Records::new(state.path(), &literal("b"));
         let former = records.of(ImageRole::Active, Generation(2), &definition);
         records.write(&Record { sessions: vec!["s1".to_owned()], ..former }).unwrap();

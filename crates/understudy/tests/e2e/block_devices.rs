@@ -4,7 +4,9 @@ use crate::confinement::{has_another_vm, that_try, told_of_devices};
 use crate::keepers::with_keepers;
 use crate::refusals::says;
 use crate::replaced_keepers::await_protected_again;
-use crate::stage::{Calm, PACE, await_service, close, options, play, prove_disk, refusal, run};
+use crate::stage::{
+    Calm, LIMIT, PACE, await_service, close, options, play, prove_disk, refusal, run,
+};
 use anyhow::{Context, Result, ensure};
 use std::fs::{self, File};
 use std::io::{BufRead as _, BufReader};
@@ -14,7 +16,7 @@ use std::process::{Child, Command, Stdio};
 use toml::{Table, Value};
 use understudy_lab::check::check_disk;
 use understudy_lab::scene::VM;
-use understudy_lab::{Scene, SceneOptions};
+use understudy_lab::{Scene, SceneOptions, wait_for};
 
 /// The volume group of the story with a logical volume.
 const GROUP: &str = "understudy-story";
@@ -162,11 +164,13 @@ fn on_device() -> SceneOptions {
     SceneOptions { booted: false, ..options().calm() }
 }
 
-/// The words about how the last synchronisation from a host went.
+/// The words about how the last synchronisation from a host went. Its daemon hears a keeper's a moment later.
 fn copied(scene: &Scene, host: &str) -> Result<String> {
-    let events = scene.host(host)?.call(["events"])?;
-    let last = events.lines().rev().find(|line| line.contains("MiB of disks copied"));
-    last.map(str::to_owned).with_context(|| format!("no copy: {events}"))
+    wait_for("it to be told how the disks were copied", LIMIT, || {
+        let events = scene.host(host)?.call(["events"])?;
+        let last = events.lines().rev().find(|line| line.contains("MiB of disks copied"));
+        Ok(last.map(str::to_owned))
+    })
 }
 
 #[test]
