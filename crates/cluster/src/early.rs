@@ -1,9 +1,9 @@
 //! Pages that a restored member's start waits for, read while its QEMU starts: what that is is
 //! known from the snapshot alone, and it goes into the memory that the QEMU will have.
 
-use crate::Stopped;
 use crate::fill::units;
 use crate::source::{KeptClear, Reading, Source};
+use crate::{Loading, Stopped};
 use anyhow::{Context, bail, ensure};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use understudy_memory::{GuestRam, MAIN_MEMORY};
 use understudy_snapshot::{AreaMap, ChunkId, Loader, Page};
-use understudy_threads::{Waitable, spawn};
+use understudy_threads::spawn;
 
 /// Threads that read chunks: a store that answers after 20 ms gives 200 MB/s.
 const READERS: usize = 16;
@@ -34,7 +34,7 @@ pub struct Early {
 struct Shared {
     source: Source,
     ram: Arc<GuestRam>,
-    loader: Arc<Waitable<Loader>>,
+    loading: Arc<Loading>,
     began: Instant,
     stop: Arc<AtomicBool>,
 }
@@ -57,8 +57,8 @@ impl Early {
             ram.pages()
         );
         let loader = Loader::new(BTreeMap::from([(MAIN_MEMORY, map)]), queue, before_start);
-        let loader = Arc::new(Waitable::new(loader));
-        let shared = Arc::new(Shared { source, ram, loader, began: Instant::now(), stop });
+        let loading = Loading::new(loader);
+        let shared = Arc::new(Shared { source, ram, loading, began: Instant::now(), stop });
         let (sender, ends) = mpsc::channel();
         for reader in 0..READERS {
             let (shared, sender) = (shared.clone(), sender.clone());
@@ -69,9 +69,9 @@ impl Early {
         Ok(Early { shared, ends })
     }
 
-    /// Loader that knows what was read, and what is left.
-    pub fn loader(&self) -> &Arc<Waitable<Loader>> {
-        &self.shared.loader
+    /// Loading that knows what was read, and what is left.
+    pub fn loading(&self) -> &Arc<Loading> {
+        &self.shared.loading
     }
 
     /// Waits until all of it is there; returns how long that took since its beginning.
@@ -109,7 +109,7 @@ impl Shared {
     fn next(&self) -> anyhow::Result<Option<Reading<'_>>> {
         loop {
             Stopped::check(&self.stop)?;
-            match self.source.planned(|| self.loader.lock().next_before_start()) {
+            match self.source.planned(|| self.loading.lock().loader.next_before_start()) {
                 Ok(next) => return Ok(next),
                 Err(KeptClear) => thread::sleep(ASK_AGAIN),
             }
@@ -117,7 +117,7 @@ impl Shared {
     }
 
     fn fill(&self, chunk: ChunkId, content: &[u8]) -> anyhow::Result<()> {
-        let fills = self.loader.lock().read(chunk).to_vec();
+        let fills = self.loading.lock().loader.read(chunk).to_vec();
         for fill in fills {
             self.ram.write(fill.pages.first, units(content, fill.slot, fill.pages.count)?);
         }
@@ -204,7 +204,7 @@ mod tests {
     fn the_beginning_of_the_queue_is_there_and_nothing_else() {
         let bench = Bench::new();
         let early = bench.begin(100);
-        let loader = early.loader().clone();
+        let loading = early.loading().clone();
         early.finish().unwrap();
         // Two chunks hold the first 100 pages.
         let there: Vec<u64> = (PAGES - 128..PAGES).collect();
@@ -215,7 +215,7 @@ mod tests {
             block.read(PageIndex(page), &mut bytes).unwrap();
             assert_eq!(bytes, content(page), "page {page}");
         }
-        let mut loader = loader.lock();
+        let loader = &mut loading.lock().loader;
         assert!(loader.may_start() && loader.pages() == 128);
         let rest: Vec<ChunkId> = std::iter::from_fn(|| loader.next_chunk()).collect();
         let twice = |page| rest.contains(&bench.map.find(page).unwrap().chunk);

@@ -1,8 +1,9 @@
 //! A restored member's memory, filled from the store while the guest runs, but for what the
 //! start waits for ([`early`](crate::early)). What the guest touches comes first.
 
-use crate::Stopped;
+use crate::loading::{READERS, State};
 use crate::source::{Reading, Source};
+use crate::{Loading, Stopped};
 use anyhow::Context;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,15 +13,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_machine::Machine;
-use understudy_memory::{DemandPager, MAIN_MEMORY, Missing, RamBlock};
+use understudy_memory::{MAIN_MEMORY, Missing, RamBlock};
 use understudy_protocol::{BlockId, PageIndex, PageRun};
 use understudy_report::FillState;
 use understudy_snapshot::{AreaMap, ChunkId, Demand, Loader, Page, UNIT_BYTES};
 use understudy_threads::spawn;
-use understudy_threads::{Mutex, RwLock, Waitable, lock};
-
-/// Threads that read chunks once the guest runs.
-const READERS: usize = 4;
 
 /// Pause before a chunk that could not be read is tried again.
 const PAUSE: Duration = Duration::from_secs(1);
@@ -43,11 +40,7 @@ pub struct Filler {
 struct Work {
     source: Source,
     machine: Weak<Machine>,
-    /// Loader; woken when there is something to read, or nothing left to do.
-    loader: Arc<Waitable<Loader>>,
-    /// Pager of the guest, once that exists, and until all is there.
-    pager: RwLock<Option<DemandPager>>,
-    progress: Mutex<Progress>,
+    loading: Arc<Loading>,
     /// Whether what nobody waits for is loaded, too.
     reads_on: AtomicBool,
     all: u64,
@@ -57,24 +50,16 @@ struct Work {
     waits: AtomicU64,
 }
 
-#[derive(Default)]
-struct Progress {
-    complete: bool,
-    failed: Option<String>,
-    /// Time since which each reader waits for the store.
-    reading: [Option<Instant>; READERS],
-}
-
 impl Filler {
-    /// Makes the filler of a machine that waits for its device state. `loader` is its main
-    /// memory's, which may be read from already, `auxiliary` are the other blocks.
+    /// Makes the filler of a machine that waits for its device state. `loading` is its main
+    /// memory's, which may be read already, `auxiliary` are the other blocks.
     pub fn new(
         source: Source,
         machine: Arc<Machine>,
         auxiliary: BTreeMap<BlockId, AreaMap>,
-        loader: Arc<Waitable<Loader>>,
+        loading: Arc<Loading>,
     ) -> Filler {
-        let work = Work::new(source, &machine, loader, 0);
+        let work = Work::new(source, &machine, loading, 0);
         Filler { machine, auxiliary, work: Arc::new(work) }
     }
 
@@ -90,10 +75,11 @@ impl Filler {
         let rest = map.within(gaps(&there, map.units()));
         let had = map.stored() - rest.stored();
         let loader = Loader::new(BTreeMap::from([(MAIN_MEMORY, rest)]), queue, 0);
-        let work = Arc::new(Work::new(source, &machine, Arc::new(Waitable::new(loader)), had));
+        let work = Arc::new(Work::new(source, &machine, Loading::new(loader), had));
         let filler = Filler { machine, auxiliary: BTreeMap::new(), work };
         filler.begin_paging()?;
-        match filler.work.loader.lock().is_complete() {
+        let is_complete = filler.work.loading.lock().loader.is_complete();
+        match is_complete {
             // That daemon died before it had said so.
             true => filler.work.end(),
             false => filler.begin_reading()?,
@@ -104,9 +90,12 @@ impl Filler {
     /// Attaches the guest, which from here on asks for pages that are missing: to be called before
     /// the device state is loaded.
     pub fn attach(&self) -> anyhow::Result<()> {
-        if self.work.loader.lock().is_complete() {
-            lock(&self.work.progress).complete = true;
-            return Ok(());
+        {
+            let mut state = self.work.loading.lock();
+            if state.loader.is_complete() {
+                state.complete = true;
+                return Ok(());
+            }
         }
         self.begin_paging()?;
         self.begin_reading()
@@ -115,7 +104,7 @@ impl Filler {
     fn begin_paging(&self) -> anyhow::Result<()> {
         let work = self.work.clone();
         let pager = self.machine.page_in(move |page| work.demand(page))?;
-        *self.work.pager.write().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(pager);
+        self.work.loading.begin_paging(pager);
         Ok(())
     }
 
@@ -133,8 +122,8 @@ impl Filler {
     /// powered off: it needs no memory any more.
     pub fn complete(&self, stop: &AtomicBool) -> anyhow::Result<bool> {
         self.work.reads_on.store(true, Ordering::Release);
-        self.work.loader.wake();
-        while !lock(&self.work.progress).complete {
+        self.work.loading.wake();
+        while !self.work.loading.lock().complete {
             Stopped::check(stop)?;
             if self.machine.is_powered_off() {
                 return Ok(false);
@@ -149,10 +138,10 @@ impl Filler {
 
     /// State of the filling: how far it is.
     pub fn state(&self) -> FillState {
-        let pages = self.work.had + self.work.loader.lock().pages();
-        let progress = lock(&self.work.progress);
-        let (all, complete) = (self.work.all, progress.complete);
-        FillState { pages, all, stalled: self.work.stalled(&progress), complete }
+        let state = self.work.loading.lock();
+        let pages = self.work.had + state.loader.pages();
+        let (all, complete) = (self.work.all, state.complete);
+        FillState { pages, all, stalled: self.work.stalled(&state), complete }
     }
 
     /// Number of times that the guest has waited for a page until now.
@@ -188,19 +177,12 @@ impl Filler {
 }
 
 impl Work {
-    fn new(
-        source: Source,
-        machine: &Arc<Machine>,
-        loader: Arc<Waitable<Loader>>,
-        had: u64,
-    ) -> Work {
-        let all = had + loader.lock().all();
+    fn new(source: Source, machine: &Arc<Machine>, loading: Arc<Loading>, had: u64) -> Work {
+        let all = had + loading.lock().loader.all();
         Work {
             source,
             machine: Arc::downgrade(machine),
-            loader,
-            pager: RwLock::new(None),
-            progress: Mutex::default(),
+            loading,
             reads_on: AtomicBool::new(false),
             all,
             had,
@@ -210,14 +192,14 @@ impl Work {
 
     /// The guest waits for a page.
     fn demand(&self, index: PageIndex) -> Missing {
-        let demand = self.loader.lock().demand(Page { block: MAIN_MEMORY, index });
+        let demand = self.loading.lock().loader.demand(Page { block: MAIN_MEMORY, index });
         match demand {
             Demand::Zero => Missing::Zero,
             Demand::Filled => Missing::Filled,
             Demand::Coming => {
                 self.waits.fetch_add(1, Ordering::Relaxed);
                 self.source.wanted();
-                self.loader.wake();
+                self.loading.wake();
                 Missing::Coming
             }
         }
@@ -226,16 +208,16 @@ impl Work {
     /// A reader's life.
     fn read_on(&self, reader: usize) {
         while let Some(reading) = self.next() {
-            lock(&self.progress).reading[reader] = Some(Instant::now());
+            self.loading.lock().reading[reader] = Some(Instant::now());
             let (chunk, read) = (reading.chunk, reading.content());
             drop(reading);
-            lock(&self.progress).reading[reader] = None;
+            self.loading.lock().reading[reader] = None;
             match read {
                 Ok(content) => self.fill(chunk, &content),
                 Err(error) => {
                     self.failed(&error.into());
                     // Whoever waits for it goes on waiting: stalled, and not without its memory.
-                    self.loader.lock().failed(chunk);
+                    self.loading.lock().loader.failed(chunk);
                     self.wait_to_try_again();
                 }
             }
@@ -243,18 +225,15 @@ impl Work {
         // All is there, whoever filled in the last of it; or the machine is gone.
         match self.is_machine_alive() {
             true => self.end(),
-            false => drop(self.take_pager()),
+            false => drop(self.loading.take_pager()),
         }
     }
 
     fn failed(&self, error: &anyhow::Error) {
-        if lock(&self.progress).failed.replace(format!("{error:#}")).is_none() {
+        let former = self.loading.lock().failed.replace(format!("{error:#}"));
+        if former.is_none() {
             warn!("a guest may have to wait for its memory: {error:#}");
         }
-    }
-
-    fn take_pager(&self) -> Option<DemandPager> {
-        self.pager.write().unwrap_or_else(|poisoned| poisoned.into_inner()).take()
     }
 
     fn is_machine_alive(&self) -> bool {
@@ -263,26 +242,24 @@ impl Work {
 
     /// The next chunk; none if there is nothing left to do, or nobody to do it for.
     fn next(&self) -> Option<Reading<'_>> {
-        let mut loader = self.loader.lock();
+        let mut state = self.loading.lock();
         loop {
-            if loader.is_complete() || !self.is_machine_alive() {
+            if state.loader.is_complete() || !self.is_machine_alive() {
                 return None;
             }
             let reads_on = self.reads_on.load(Ordering::Acquire);
-            if let Some(reading) = self.source.next(&mut loader, reads_on) {
+            if let Some(reading) = self.source.next(&mut state.loader, reads_on) {
                 return Some(reading);
             }
             // Others read the last ones, or what a guest waits for.
-            loader = self.loader.wait_for(loader, LOOK);
+            state = self.loading.wait_for(state, LOOK);
         }
     }
 
     /// Fills a chunk in, however long that takes: it counts as there from the beginning on.
     fn fill(&self, chunk: ChunkId, content: &[u8]) {
-        // Taken before the chunk counts: who finds all there waits for it before he ends paging.
-        let guard = self.pager.read().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let Some(pager) = &*guard else { return };
-        let fills = self.loader.lock().read(chunk).to_vec();
+        let Some((filling, fills)) = self.loading.fill(chunk) else { return };
+        let pager = filling.pager();
         let fill_all = || -> anyhow::Result<()> {
             fills.iter().try_for_each(|fill| {
                 let bytes = units(content, fill.slot, fill.pages.count)?;
@@ -296,21 +273,21 @@ impl Work {
             self.failed(&error);
             self.wait_to_try_again();
         }
-        drop(guard);
-        lock(&self.progress).failed = None;
-        fail::fail_point!("all-filled", self.loader.lock().is_complete(), |_| ());
+        drop(filling);
+        self.loading.lock().failed = None;
+        fail::fail_point!("all-filled", self.loading.lock().loader.is_complete(), |_| ());
     }
 
     /// All that has content is there, once those who still fill in have let go of the pager.
     fn end(&self) {
-        let Some(pager) = self.take_pager() else { return };
+        let Some(pager) = self.loading.take_pager() else { return };
         match pager.finish() {
             Ok(()) => info!("all {} pages of a restored memory are there", self.all),
             // Most likely QEMU has ended.
             Err(error) => warn!("the end of loading: {error}"),
         }
-        lock(&self.progress).complete = true;
-        self.loader.wake();
+        self.loading.lock().complete = true;
+        self.loading.wake();
     }
 
     fn wait_to_try_again(&self) {
@@ -320,7 +297,7 @@ impl Work {
         }
     }
 
-    fn stalled(&self, progress: &Progress) -> Option<String> {
+    fn stalled(&self, progress: &State) -> Option<String> {
         let longest = progress.reading.iter().flatten().map(Instant::elapsed).max();
         match (&progress.failed, longest.filter(|&longest| longest > SLOW)) {
             (Some(why), _) => Some(why.clone()),

@@ -8,7 +8,7 @@
 //! | [`memory`], [`disk`] | captured while the guest runs |
 //! | [`kept`] | the same of a protected VM, which its backup stores |
 //! | [`part`], [`boot_files`], [`crossing`] | how it is described in the store |
-//! | [`fill`], [`disk_fill`], [`early`] | filled in again; what a start waits for comes first |
+//! | [`fill`], [`disk_fill`], [`early`] | filled in again; what a start waits for comes first ([`Loading`]) |
 //! | [`source`] | the way to the store, which all restored guests of a host share |
 //! | [`store_keys`] | the keys of encrypted stores |
 //! | [`trial`] | for trials: which memory guests touch |
@@ -20,6 +20,7 @@ pub mod disk_fill;
 pub mod early;
 pub mod fill;
 pub mod kept;
+mod loading;
 pub mod memory;
 pub mod messages;
 pub mod part;
@@ -27,6 +28,7 @@ pub mod source;
 pub mod store_keys;
 pub mod trial;
 
+pub use loading::Loading;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Word to work that it is to end. It looks for that again and again, and so tells whoever waits for it that

@@ -2,9 +2,9 @@
 //! them waits for must not stand behind what nobody waits for yet.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use understudy_snapshot::{ChunkId, Loader, Store, StoreError};
-use understudy_threads::{Mutex, lock};
 
 /// Time for which the way is kept clear after a guest has waited: it is likely to wait again.
 const QUIET: Duration = Duration::from_millis(50);
@@ -13,35 +13,45 @@ const QUIET: Duration = Duration::from_millis(50);
 const BEHIND: usize = 1;
 
 /// A host's way to its stores.
-#[derive(Debug, Default)]
-pub struct Way(Mutex<Traffic>);
-
-#[derive(Debug, Default)]
-struct Traffic {
+#[derive(Debug)]
+pub struct Way {
     /// Chunks under way that nobody waited for when they were asked for.
-    behind: usize,
-    /// Time at which a guest waited last.
-    wanted: Option<Instant>,
+    behind: AtomicUsize,
+    /// Time at which a guest waited last, in nanoseconds since the beginning; 0 before.
+    wanted: AtomicU64,
+    began: Instant,
+}
+
+impl Default for Way {
+    fn default() -> Way {
+        Way { behind: AtomicUsize::new(0), wanted: AtomicU64::new(0), began: Instant::now() }
+    }
 }
 
 impl Way {
     /// A guest waits for a chunk.
     pub fn note_wanted(&self, now: Instant) {
-        lock(&self.0).wanted = Some(now);
+        let since = now.duration_since(self.began).as_nanos() as u64;
+        self.wanted.store(since.max(1), Ordering::Release);
     }
 
     /// Takes a place for a chunk that nobody waits for, if there is one.
     pub fn enter(&self, now: Instant) -> bool {
-        let mut traffic = lock(&self.0);
-        let recent = traffic.wanted.is_some_and(|wanted| now.duration_since(wanted) < QUIET);
-        let may = !recent || traffic.behind < BEHIND;
-        traffic.behind += usize::from(may);
-        may
+        let may = |behind: usize| (!self.is_quiet(now) || behind < BEHIND).then_some(behind + 1);
+        self.behind.fetch_update(Ordering::AcqRel, Ordering::Acquire, may).is_ok()
+    }
+
+    /// Whether a guest has waited a moment ago.
+    fn is_quiet(&self, now: Instant) -> bool {
+        match self.wanted.load(Ordering::Acquire) {
+            0 => false,
+            wanted => now.duration_since(self.began + Duration::from_nanos(wanted)) < QUIET,
+        }
     }
 
     /// Gives a place back.
     pub fn leave(&self) {
-        lock(&self.0).behind -= 1;
+        self.behind.fetch_sub(1, Ordering::AcqRel);
     }
 }
 

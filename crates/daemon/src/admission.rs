@@ -67,8 +67,7 @@ impl Host {
         }
         self.check_kept_name(&definition.name)?;
         self.check_keepers(definition)?;
-        let vms = self.vms.lock();
-        for (name, vm) in vms.iter() {
+        for (name, vm) in &self.vms.all() {
             let machine = match vm {
                 Vm::Primary(vm) => &vm.machine(),
                 Vm::Backup(session) => &session.machine(),

@@ -2,24 +2,15 @@
 //! and memory are theirs before there is a machine, so that nobody waits for a primary that takes its
 //! time to send the rest. And those that it is about to claim.
 
-use std::collections::{BTreeMap, BTreeSet};
+use crate::inventory::Inventory;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use understudy_protocol::VmName;
 use understudy_qemu::VmDefinition;
-use understudy_threads::Common;
 
 /// The VMs that are about to be here.
-#[derive(Clone, Debug, Default)]
-pub struct Arrivals(Arc<Common<Coming>>);
-
-#[derive(Debug, Default)]
-struct Coming {
-    /// Those that have a place.
-    expected: BTreeMap<VmName, Arc<Expected>>,
-    /// Those that are about to be claimed.
-    claimed: BTreeSet<VmName>,
-}
+#[derive(Clone, Default)]
+pub struct Arrivals(Inventory);
 
 /// A VM is about to be claimed here, until this is dropped.
 pub struct Claim {
@@ -29,7 +20,7 @@ pub struct Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        self.arrivals.0.lock().claimed.remove(&self.vm);
+        self.arrivals.0.change(|all| all.claimed.remove(&self.vm));
     }
 }
 
@@ -52,47 +43,56 @@ pub struct Arrival {
 }
 
 impl Arrivals {
+    /// Those of this inventory.
+    pub(crate) fn of(inventory: &Inventory) -> Arrivals {
+        Arrivals(inventory.clone())
+    }
+
     /// All that no keeper has.
     pub fn all(&self) -> Vec<Arc<Expected>> {
-        let arrivals = self.0.lock();
-        arrivals.expected.values().filter(|expected| !expected.is_in_keeper()).cloned().collect()
+        let mut all = self.0.look(|all| all.expected.values().cloned().collect::<Vec<_>>());
+        all.retain(|expected| !expected.is_in_keeper());
+        all
     }
 
     /// Whether a VM is among them.
     pub fn has(&self, vm: &VmName) -> bool {
-        self.0.lock().expected.contains_key(vm)
+        self.expected(vm).is_some()
     }
 
     /// Whether a VM is among them that no keeper has.
     pub fn is_expected(&self, vm: &VmName) -> bool {
-        self.0.lock().expected.get(vm).is_some_and(|expected| !expected.is_in_keeper())
+        self.expected(vm).is_some_and(|expected| !expected.is_in_keeper())
     }
 
     /// Definition of a VM that a keeper has.
     pub fn kept(&self, vm: &VmName) -> Option<VmDefinition> {
-        let arrivals = self.0.lock();
-        let expected = arrivals.expected.get(vm).filter(|expected| expected.is_in_keeper());
+        let expected = self.expected(vm).filter(|expected| expected.is_in_keeper());
         expected.map(|expected| expected.definition.clone())
+    }
+
+    fn expected(&self, vm: &VmName) -> Option<Arc<Expected>> {
+        self.0.look(|all| all.expected.get(vm).cloned())
     }
 
     /// A VM's keeper has ended: what the VM was is not known of the next one.
     pub fn forget_kept(&self, vm: &VmName) {
-        let expected = &mut self.0.lock().expected;
-        if expected.get(vm).is_some_and(|expected| expected.is_in_keeper()) {
-            expected.remove(vm);
-        }
+        self.0.change(|all| match all.expected.get(vm) {
+            Some(expected) if expected.is_in_keeper() => all.expected.remove(vm),
+            _ => None,
+        });
     }
 
     /// Has whoever asks this host about a VM hear that it is about to claim it, until it runs or comes to nothing: a host
     /// that finds the claim at the arbiter, and nobody who runs the VM, would claim it in its turn.
     pub fn begin_claim(&self, vm: &VmName) -> Claim {
-        self.0.lock().claimed.insert(vm.to_owned());
+        self.0.change(|all| all.claimed.insert(vm.to_owned()));
         Claim { arrivals: self.clone(), vm: vm.to_owned() }
     }
 
     /// Whether a VM is about to be claimed here.
     pub fn is_claimed(&self, vm: &VmName) -> bool {
-        self.0.lock().claimed.contains(vm)
+        self.0.look(|all| all.claimed.contains(vm))
     }
 }
 
@@ -111,7 +111,8 @@ impl Arrival {
             definition: definition.clone(),
             in_keeper: AtomicBool::new(false),
         });
-        arrivals.0.lock().expected.insert(definition.name.clone(), expected.clone());
+        let (name, placed) = (definition.name.clone(), expected.clone());
+        arrivals.0.change(|all| all.expected.insert(name, placed));
         Arrival { arrivals: arrivals.clone(), expected }
     }
 
@@ -133,11 +134,11 @@ impl Arrival {
 
 impl Drop for Arrival {
     fn drop(&mut self) {
-        let expected = &mut self.arrivals.0.lock().expected;
-        // The VM may have come once more while its last keeper ended.
-        if expected.get(self.vm()).is_some_and(|there| Arc::ptr_eq(there, &self.expected)) {
-            expected.remove(self.vm());
-        }
+        self.arrivals.0.change(|all| match all.expected.get(self.vm()) {
+            // The VM may have come once more while its last keeper ended.
+            Some(there) if Arc::ptr_eq(there, &self.expected) => all.expected.remove(self.vm()),
+            _ => None,
+        });
     }
 }
 

@@ -5,9 +5,9 @@
 //! out, and is then started and protected as it was. What stands in the way is in `status`.
 
 use crate::host::Host;
+use crate::inventory::Inventory;
 use crate::repair::Wish;
 use crate::vm::{PrimaryVm, Vm};
-use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
@@ -19,7 +19,6 @@ use understudy_replication::records::Record;
 use understudy_report::error::HostError;
 use understudy_report::events::{EventKind, now_ms};
 use understudy_report::{AwaitedStart, RecoverReport, RecoverRequest};
-use understudy_threads::Common;
 
 /// Pause before what is not certain is looked at again.
 const AGAIN: Duration = Duration::from_secs(2);
@@ -30,42 +29,47 @@ const FIRST: &str = "the hosts are being asked";
 const IN_KEEPER: &str = "its keeper has not said yet that it runs";
 
 /// VMs that are to come up here and have not yet.
-#[derive(Default)]
-pub(crate) struct Awaited(Common<BTreeMap<VmName, AwaitedStart>>);
+pub(crate) struct Awaited(Inventory);
 
 impl Awaited {
+    /// Those of this inventory.
+    pub fn of(inventory: &Inventory) -> Awaited {
+        Awaited(inventory.clone())
+    }
+
     /// All of them.
     pub fn all(&self) -> Vec<AwaitedStart> {
-        self.0.lock().values().cloned().collect()
+        self.0.look(|all| all.awaited.values().cloned().collect())
     }
 
     /// Reason why a VM has not come up yet.
     pub fn why(&self, vm: &VmName) -> Option<String> {
-        self.0.lock().get(vm).map(|awaited| awaited.reason.clone())
+        self.0.look(|all| all.awaited.get(vm).map(|awaited| awaited.reason.clone()))
     }
 
     /// Nobody waits for it any more; whether somebody did.
     pub fn give_up(&self, vm: &VmName) -> bool {
-        self.0.lock().remove(vm).is_some()
+        self.0.change(|all| all.awaited.remove(vm).is_some())
     }
 
     fn names(&self) -> Vec<VmName> {
-        self.0.lock().keys().cloned().collect()
+        self.0.look(|all| all.awaited.keys().cloned().collect())
     }
 
     fn add(&self, vm: VmName) {
         let (reason, since_ms) = (FIRST.to_owned(), now_ms());
         let awaited = AwaitedStart { name: vm.clone(), reason, since_ms };
-        self.0.lock().insert(vm, awaited);
+        self.0.change(|all| all.awaited.insert(vm, awaited));
     }
 
     /// Notes what it waits for; whether that is new.
     fn note(&self, vm: &VmName, reason: &str) -> bool {
-        let mut awaited = self.0.lock();
-        let Some(awaited) = awaited.get_mut(vm) else { return false };
-        let is_new = awaited.reason != reason;
-        awaited.reason = reason.to_owned();
-        is_new
+        self.0.change(|all| {
+            let Some(awaited) = all.awaited.get_mut(vm) else { return false };
+            let is_new = awaited.reason != reason;
+            awaited.reason = reason.to_owned();
+            is_new
+        })
     }
 }
 
@@ -144,7 +148,7 @@ impl Host {
     /// Whether a VM runs or is backed up in this process. What this host has lost is not there: the last daemon's
     /// keeper may have been killed before it ran.
     pub(crate) fn has_guest(&self, vm: &VmName) -> bool {
-        matches!(self.vms.lock().get(vm), Some(Vm::Primary(_) | Vm::Backup(_)))
+        matches!(self.vms.get(vm), Some(Vm::Primary(_) | Vm::Backup(_)))
     }
 
     fn look_at_start(&self, vm: &VmName) -> Result<Autostart, HostError> {

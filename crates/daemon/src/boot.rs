@@ -113,7 +113,7 @@ impl Host {
 
     /// The VM as it is on this host: its disks are the images that it runs on, or ran on last.
     pub fn definition(&self, name: &VmName) -> Result<VmDefinition, HostError> {
-        match self.vms.lock().get(name) {
+        match self.vms.get(name) {
             Some(Vm::Primary(vm)) => return Ok((*vm.machine().definition_now()).clone()),
             Some(Vm::Backup(session)) => return Ok((*session.machine().definition_now()).clone()),
             Some(Vm::Fenced(_)) | None => {}
@@ -245,11 +245,11 @@ impl Host {
 
     /// Stops a VM: ACPI power-off and a deadline, or at once with `force`.
     pub fn vm_stop(self: &Arc<Self>, name: &VmName, force: bool) -> Result<(), HostError> {
-        if self.give_start_up(name) && !self.vms.lock().contains_key(name) {
+        if self.give_start_up(name) && !self.vms.has(name) {
             return Ok(());
         }
         // It may have been taken back just now.
-        if force && self.orphans.give_up(name) && !self.vms.lock().contains_key(name) {
+        if force && self.orphans.give_up(name) && !self.vms.has(name) {
             return Ok(());
         }
         if self.forget_the_lost(name) {
@@ -258,7 +258,7 @@ impl Host {
         match self.vm(name)? {
             Vm::Primary(vm) if vm.kept().is_some() => {
                 self.drop_kept(name, "its operator ended it")?;
-                self.vms.lock().remove(name);
+                self.vms.remove(name);
             }
             Vm::Primary(vm) => {
                 check_stays(&vm)?;
@@ -321,7 +321,7 @@ impl Host {
     fn ask_to_power_off(&self, vm: &PrimaryVm) -> Result<(), HostError> {
         let (name, bound) = (vm.name(), self.config.power_off_timeout.max(POWER_OFF_TIMEOUT));
         let message = match self.press_and_wait(vm, bound) {
-            Ok(()) if !self.vms.lock().contains_key(name) => return Ok(()),
+            Ok(()) if !self.vms.has(name) => return Ok(()),
             Ok(()) => format!(
                 "{name} did not power off here: `understudy status {name}` says what became of it"
             ),

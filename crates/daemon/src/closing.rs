@@ -13,7 +13,6 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::{error, info, warn};
-use understudy_arbiter::Arbiter;
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 use understudy_report::HostError;
@@ -59,12 +58,8 @@ impl Host {
         self.await_orphans();
         // What was taken back all the same.
         self.power_all_off();
-        if let Some(etcd) = self.arbiter.as_ref().and_then(Arbiter::etcd) {
-            self.members.leave(etcd);
-        }
-        if let Some(watchdog) = self.watchdog.lock().take() {
-            watchdog.disarm();
-        }
+        self.membership.leave();
+        self.watchdog.end();
         self.events.close();
     }
 
@@ -142,7 +137,7 @@ impl Host {
     }
 
     fn end_all_but_primaries(self: &Arc<Self>) {
-        let names: Vec<VmName> = self.vms.lock().keys().cloned().collect();
+        let names: Vec<VmName> = self.vms.look_at_all(|vms| vms.keys().cloned().collect());
         for name in names {
             let ends = match self.vm(&name) {
                 Ok(Vm::Primary(vm)) => vm.kept().is_some(),
@@ -219,7 +214,7 @@ impl Host {
 
     /// Whether the VM is still this host's to end. The guest's power-off removes it.
     pub(crate) fn still_runs(&self, vm: &PrimaryVm) -> bool {
-        let current = self.vms.lock().get(vm.name()).cloned();
+        let current = self.vms.get(vm.name());
         matches!(current, Some(Vm::Primary(current)) if std::ptr::eq(&*current, vm))
     }
 

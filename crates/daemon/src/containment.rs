@@ -130,7 +130,7 @@ fn run(host: &Weak<Host>, panics: &Receiver<Panic>) {
 
 impl Host {
     fn end_after_panic(self: &Arc<Self>, name: &VmName, reason: &str) {
-        let known = self.vms.lock().get(name).cloned();
+        let known = self.vms.get(name);
         match known {
             Some(Vm::Primary(vm)) => self.end_primaries(&vm, reason),
             Some(Vm::Backup(session)) => self.end_backups(&session, reason),
@@ -141,11 +141,12 @@ impl Host {
 
     /// Its own threads may have noticed the end first, without knowing why.
     fn say_why(&self, name: &VmName, reason: &str) {
-        if let Some(Vm::Fenced(fenced)) = self.vms.lock().get_mut(name)
-            && fenced.reason.contains(primary::CONDEMNED)
-        {
-            let (name, generation) = (fenced.name.clone(), fenced.generation);
-            *fenced = Arc::new(FencedVm { name, generation, reason: reason.to_owned() });
+        let Some(Vm::Fenced(fenced)) = self.vms.get(name) else { return };
+        if fenced.reason.contains(primary::CONDEMNED) {
+            let (name, generation) = (name.clone(), fenced.generation);
+            let told = FencedVm { name, generation, reason: reason.to_owned() };
+            let is_same = |there: Option<&Vm>| matches!(there, Some(Vm::Fenced(there)) if Arc::ptr_eq(there, &fenced));
+            self.vms.put_if(&fenced.name, Vm::Fenced(Arc::new(told)), is_same);
         }
     }
 
@@ -179,14 +180,13 @@ impl Host {
             if !self.is_backup(name, session) {
                 continue;
             }
-            let mut vms = self.vms.lock();
             if won {
                 let (generation, _) = session.position();
                 let reason = format!("won the VM and could not start it: {reason}");
                 let fenced = FencedVm { name: name.clone(), generation, reason };
-                vms.insert(name.clone(), Vm::Fenced(Arc::new(fenced)));
+                self.vms.put(name, Vm::Fenced(Arc::new(fenced)));
             } else {
-                vms.remove(name);
+                self.vms.remove(name);
             }
         }
         // One that went live meanwhile did so in a machine that is halted.
@@ -201,7 +201,6 @@ impl Host {
 
     /// Whether the VM is backed up here in the group of that session.
     fn is_backup(&self, name: &VmName, session: &backup::Session) -> bool {
-        let vms = self.vms.lock();
-        matches!(vms.get(name), Some(Vm::Backup(own)) if own.is_fellow(session))
+        matches!(self.vms.get(name), Some(Vm::Backup(own)) if own.is_fellow(session))
     }
 }

@@ -84,7 +84,7 @@ impl Host {
 
     /// State of a group on this host.
     fn present(&self, asker: &HostName, membership: &Membership) -> Present {
-        let leaders = self.vms.lock().get(&membership.leader().vm).cloned();
+        let leaders = self.vms.get(&membership.leader().vm);
         match leaders {
             Some(Vm::Primary(vm)) if vm.kept().is_none() && vm.machine().is_alive() => {
                 Present::Runs(vm.generation())
@@ -98,14 +98,14 @@ impl Host {
     }
 
     fn hurry_standby(&self, leader: &VmName) {
-        let present = self.vms.lock().get(leader).cloned();
+        let present = self.vms.get(leader);
         if let Some(Vm::Backup(session)) = present {
             session.event(Event::Awaited);
         }
     }
 
     fn has_nothing_of(&self, vm: &VmName) -> bool {
-        let present = self.vms.lock().get(vm).cloned();
+        let present = self.vms.get(vm);
         let is_elsewhere =
             self.orphans.why(vm).is_some() || self.keeper_of(vm).is_some() || self.arrivals.has(vm);
         matches!(present, Some(Vm::Fenced(_)) | None) && !is_elsewhere

@@ -5,28 +5,27 @@ use crate::autostart::{self, Awaited};
 use crate::boot::Past;
 use crate::config::{ApiConfig, ArbiterConfig, ClusterConfig, HostConfig};
 use crate::containment::{self, Panics};
+use crate::findings::Findings;
 use crate::gate::address;
 use crate::gate::lobby::Lobby;
+use crate::inventory::Inventory;
 use crate::keeper::note::Claim;
 use crate::keeper::places::{Door, Kept};
-use crate::lease::Watchdog;
+use crate::lease::{Petting, Watchdog};
 use crate::lifecycle::{check_goes_on, check_stays, stands_still};
 use crate::lost;
-use crate::membership::{self, Members};
+use crate::membership::{self, Membership};
 use crate::orphans::Orphans;
 use crate::peers::{self, Peers};
-use crate::snapshot::frames::Fabric;
 use crate::snapshot::{Snapshots, start_sampling, start_schedules};
 use crate::state_dir::StateDir;
-use crate::troubles::Troubles;
 use crate::vm::{PrimaryVm, Vm};
 use crate::{
     arbiter_watch, bridges, expiry, gate, keeper, lease, memory_pressure, strangers, webhook,
 };
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tracing::{info, warn};
 use understudy_arbiter::Arbiter;
@@ -39,7 +38,6 @@ use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::programs::Missing;
 use understudy_qemu::{Capabilities, Installed, cache};
-use understudy_replication::backup;
 use understudy_replication::handshake::Identity;
 use understudy_replication::records::Records;
 use understudy_replication::resync;
@@ -74,9 +72,8 @@ pub struct Host {
     pub(crate) kernel_problem: Option<String>,
     /// Records of what this host's images are.
     pub(crate) records: Records,
-    pub(crate) vms: Common<BTreeMap<VmName, Vm>>,
-    /// Whether the last machine of each name is still there, or on its way out.
-    pub(crate) presences: Common<BTreeMap<VmName, Weak<()>>>,
+    /// The VMs that it runs, backs up or has lost, and all else that it knows by their names.
+    pub(crate) vms: Inventory,
     /// Lock that is held while a VM is added, so that two cannot take one name.
     pub(crate) adding: Common<()>,
     /// VMs that it is about to back up, or to claim; changed under `adding`.
@@ -86,22 +83,16 @@ pub struct Host {
     /// Lock that is held while a group's protection is set up. Not `adding`: two hosts that
     /// protect to each other would wait for each other.
     pub(crate) protecting: Common<()>,
-    /// Groups that this host backs up, or did, by the session of their leader.
-    pub(crate) backed_groups: Common<Vec<Weak<backup::Group>>>,
-    /// The networks between members of clusters.
-    pub(crate) fabric: Fabric,
-    /// The other hosts that the configuration names.
-    pub(crate) peers: Peers,
-    /// The other hosts, as far as etcd knows them.
-    pub(crate) members: Members,
+    /// What those have found who look after this host.
+    pub(crate) findings: Common<Findings>,
+    /// Its membership, as far as etcd knows it.
+    pub(crate) membership: Membership,
     /// State of what it does for snapshots and restores.
     pub(crate) snapshots: Snapshots,
     /// Watchdog that resets this host when nobody looks after leases.
-    pub(crate) watchdog: Common<Option<Watchdog>>,
+    pub(crate) watchdog: Petting,
     /// Guests that outlived the last daemon.
     pub(crate) orphans: Orphans,
-    /// Problems of this host.
-    pub(crate) troubles: Common<Troubles>,
     /// VMs that are to come up with this host.
     pub(crate) awaited: Awaited,
     /// Journal of what happened.
@@ -226,9 +217,10 @@ impl Host {
             .transpose()
             .map_err(|error| HostError::new(ErrorKind::Invalid, format!("[arbiter]: {error:#}")))?;
         let (panics, told) = crossbeam_channel::unbounded();
+        let vms = Inventory::default();
         let host = Arc::new(Host {
             records,
-            peers: Peers::of(&config),
+            findings: Common::new(Findings { peers: Peers::of(&config), ..Findings::default() }),
             config,
             keeps,
             _state_dir: state_dir,
@@ -238,20 +230,16 @@ impl Host {
             installed,
             agent,
             kernel_problem,
-            vms: Common::default(),
-            presences: Common::default(),
             adding: Common::default(),
-            arrivals: Arrivals::default(),
+            arrivals: Arrivals::of(&vms),
             lobby: Arc::default(),
             protecting: Common::default(),
-            backed_groups: Common::default(),
-            fabric: Fabric::default(),
-            members: Members::default(),
+            membership: Membership::new(),
             snapshots: Snapshots::default(),
-            watchdog: Common::default(),
-            orphans: Orphans::default(),
-            troubles: Common::default(),
-            awaited: Awaited::default(),
+            watchdog: Petting::new(),
+            orphans: Orphans::of_inventory(&vms),
+            awaited: Awaited::of(&vms),
+            vms,
             events: Journal::default(),
             meters: Meters::default(),
             panics,
@@ -270,14 +258,14 @@ impl Host {
         let armed = Watchdog::arm(path, self.config.lease).map_err(|error| {
             HostError::new(ErrorKind::Invalid, format!("detection.watchdog: {error:#}"))
         })?;
-        *self.watchdog.lock() = Some(armed);
+        self.watchdog.begin(armed);
         Ok(())
     }
 
     /// One VM's status.
     pub fn vm_status(&self, name: &VmName) -> Result<VmStatus, HostError> {
         // One that was taken back just now may still be among those that stand still.
-        let is_here = self.vms.lock().contains_key(name);
+        let is_here = self.vms.has(name);
         match self.status_of_untold(name).filter(|_| !is_here) {
             Some(status) => Ok(self.complete(status)),
             None => Ok(self.complete(self.vm(name)?.status())),
@@ -319,21 +307,18 @@ impl Host {
     /// What is wrong with this host, on which these VMs are lost.
     fn problems(&self, lost: &[VmName]) -> Vec<String> {
         let certificates = self.problems_of_certificates();
-        let others = self.arbiter_problem().into_iter().chain(self.peers.problem());
+        let others = self.arbiter_problem().into_iter().chain(self.problem_of_peers());
         let qemu = self.installed.obstacle();
+        let snapshots = self.findings.lock().of_snapshots();
         others
             .chain(certificates)
             .chain(qemu)
             .chain(self.problems_of_cards())
             .chain(lost::problems(lost))
             .chain(self.problems_of_orphans())
-            .chain(self.problems_of_snapshots())
+            .chain(snapshots)
             .chain(self.problems_of_addresses())
             .collect()
-    }
-
-    fn problems_of_snapshots(&self) -> Vec<String> {
-        self.troubles.lock().of_snapshots()
     }
 
     /// Keepers have none.
@@ -345,7 +330,7 @@ impl Host {
     }
 
     fn arbiter_problem(&self) -> Option<String> {
-        self.troubles.lock().arbiter.clone()
+        self.findings.lock().arbiter.clone()
     }
 
     fn arbiter_report(&self) -> Option<ArbiterReport> {
@@ -360,7 +345,7 @@ impl Host {
     pub fn status(&self) -> HostStatus {
         // In this order: one that is taken back meanwhile is in either.
         let mut still = self.orphans.untold();
-        let known = self.vms.lock().clone();
+        let known = self.vms.all();
         still.retain(|vm| self.keeper_of(vm).is_none() && !known.contains_key(vm));
         let still: Vec<_> = still.iter().filter_map(|vm| self.status_of_untold(vm)).collect();
         let vms = self.all_just_lost(&known).into_iter().chain(known.into_values());
@@ -424,7 +409,7 @@ impl Host {
 
     /// A VM by name.
     pub(crate) fn vm(&self, name: &VmName) -> Result<Vm, HostError> {
-        let known = self.vms.lock().get(name).cloned();
+        let known = self.vms.get(name);
         known.or_else(|| self.just_lost(name)).ok_or_else(|| {
             let awaited = || self.awaited.why(name).map(|why| format!("is to come up here: {why}"));
             let kept = || {

@@ -82,7 +82,8 @@ pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place, passed: Option<P
                 within(&of_vm(host, &session.vm), || backup::attach_inbound(&session, link))
             }
             Purpose::Frames { cluster } => {
-                frames::serve(&host.fabric, &host.config.name, &hello.host, &cluster, &link)
+                let network = host.snapshots.network(&cluster);
+                frames::serve(&network, &host.config.name, &hello.host, &link)
             }
             Purpose::Resume { session, path, received } => {
                 let session = session_of(host, &link, &session)?;
@@ -131,10 +132,11 @@ fn session_of(host: &Host, link: &Link, id: &str) -> anyhow::Result<Arc<backup::
 
 impl Host {
     fn backup_session(&self, id: &str) -> Option<Arc<backup::Session>> {
-        self.vms.lock().values().find_map(|vm| match vm {
+        let is_meant = |vm: &Vm| match vm {
             Vm::Backup(session) if session.id == id => Some(session.clone()),
             _ => None,
-        })
+        };
+        self.vms.look_at_all(|vms| vms.values().find_map(is_meant))
     }
 
     fn primary_of(&self, session: &str) -> Option<String> {

@@ -53,13 +53,13 @@ impl Host {
         let name = plan.definition.name.clone();
         let launch = || Machine::launch(plan);
         let machine = Arc::new(within(&containment::of_vm(self, &name), launch)?);
-        self.presences.lock().insert(name, machine.presence());
+        self.vms.note_presence(&name, machine.presence());
         Ok(machine)
     }
 
     /// The VM's machine is another one.
     pub(crate) fn presences_of(&self, name: &VmName, machine: &Machine) {
-        self.presences.lock().insert(name.to_owned(), machine.presence());
+        self.vms.note_presence(name, machine.presence());
     }
 
     /// Waits until the last machine of that name is gone: its sockets, taps and
@@ -67,22 +67,19 @@ impl Host {
     /// its end.
     pub(crate) fn await_former(&self, name: &VmName) -> Result<(), HostError> {
         let deadline = Instant::now() + FORMER_TIMEOUT;
-        while self.presences.lock().get(name).is_some_and(|former| former.strong_count() > 0) {
+        while !self.vms.has_former_gone(name) {
             if Instant::now() > deadline {
                 let message = format!("the former copy of {name} has not ended yet: try again");
                 return Err(HostError::new(ErrorKind::Conflict, message));
             }
             std::thread::sleep(Duration::from_millis(5));
         }
-        self.presences.lock().remove(name);
         Ok(())
     }
 
     /// Ends a copy that this host keeps, if it does.
     pub(crate) fn drop_kept(&self, name: &VmName, reason: &str) -> Result<(), HostError> {
-        // Not in the match: the lock would be held to its end, and waiting takes it again.
-        let known = self.vms.lock().get(name).cloned();
-        match known {
+        match self.vms.get(name) {
             Some(Vm::Primary(vm)) if vm.kept().is_some() => {
                 vm.drop_kept(reason);
                 self.await_handed_over(&vm)
@@ -98,7 +95,7 @@ impl Host {
         let deadline = Instant::now() + FORMER_TIMEOUT;
         let is_there =
             |current: &Vm| matches!(current, Vm::Primary(current) if std::ptr::eq(&**current, vm));
-        while self.vms.lock().get(name).is_some_and(is_there) {
+        while self.vms.look_at(name, |current| current.is_some_and(is_there)) {
             if Instant::now() > deadline {
                 let message = format!("{name} has not ended here yet");
                 return Err(HostError::new(ErrorKind::Conflict, message));
@@ -110,11 +107,7 @@ impl Host {
 
     /// All VMs that run here.
     pub(crate) fn primaries(&self) -> Vec<Arc<PrimaryVm>> {
-        let primary = |vm: &Vm| match vm {
-            Vm::Primary(vm) => Some(vm.clone()),
-            Vm::Backup(_) | Vm::Fenced(_) => None,
-        };
-        self.vms.lock().values().filter_map(primary).collect()
+        self.vms.primaries()
     }
 
     /// The VM runs here from now on.
@@ -150,7 +143,7 @@ impl Host {
 
     /// The VM is in `status`, and restores its protection, from now on.
     pub(crate) fn show_primary(self: &Arc<Self>, vm: &Arc<PrimaryVm>) {
-        self.vms.lock().insert(vm.name().clone(), Vm::Primary(vm.clone()));
+        self.vms.put(vm.name(), Vm::Primary(vm.clone()));
         if self.config.repair.enabled {
             repair::start(self, vm);
         }
@@ -291,7 +284,7 @@ impl Host {
                 self.fence(vm, reason);
                 if heir.is_some() {
                     // Nothing went wrong: this host has nothing to do with it any more.
-                    self.vms.lock().remove(vm.name());
+                    self.vms.remove(vm.name());
                 }
             }
             _ => {}
@@ -331,10 +324,8 @@ impl Host {
         vm.machine().halt();
         let name = vm.name().to_owned();
         let fenced = FencedVm { name: name.clone(), generation: vm.generation(), reason };
-        let mut vms = self.vms.lock();
-        if matches!(vms.get(&name), Some(Vm::Primary(current)) if std::ptr::eq(&**current, vm)) {
-            vms.insert(name, Vm::Fenced(Arc::new(fenced)));
-        }
+        let is_it = |current: Option<&Vm>| matches!(current, Some(Vm::Primary(it)) if std::ptr::eq(&**it, vm));
+        self.vms.put_if(&name, Vm::Fenced(Arc::new(fenced)), is_it);
     }
 
     /// Returns when the backup has forgotten the VM, or cannot take it any more.
@@ -379,7 +370,7 @@ impl Host {
     fn forget_primary(&self, vm: &PrimaryVm, cut: bool) {
         self.release(vm);
         vm.events.record(EventKind::Stopped { cut });
-        self.vms.lock().remove(vm.name());
+        self.vms.remove(vm.name());
     }
 
     /// Gives the VM up at the arbiter, if that answers: its end is one without that, too.

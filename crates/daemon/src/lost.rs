@@ -55,7 +55,7 @@ impl Host {
             self.forget_lost_vm(vm);
             return false;
         }
-        if self.troubles.lock().lost.insert(vm.clone()) {
+        if self.vms.change(|all| all.lost.insert(vm.clone())) {
             warn!(%vm, "{}", what_to_do(vm));
         }
         true
@@ -79,11 +79,11 @@ impl Host {
     }
 
     fn is_lost(&self, vm: &VmName) -> bool {
-        self.troubles.lock().lost.contains(vm)
+        self.vms.look(|all| all.lost.contains(vm))
     }
 
     fn forget_lost_vm(&self, vm: &VmName) {
-        self.troubles.lock().lost.remove(vm);
+        self.vms.change(|all| all.lost.remove(vm));
     }
 
     /// Whether it is here again, or nobody wants it any more.
@@ -98,7 +98,7 @@ impl Host {
 
     /// All of them.
     pub(crate) fn lost_vms(&self) -> Vec<VmName> {
-        let lost = self.troubles.lock().lost.clone();
+        let lost = self.vms.look(|all| all.lost.clone());
         lost.into_iter().filter(|vm| !self.is_settled(vm)).collect()
     }
 

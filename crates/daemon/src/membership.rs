@@ -6,16 +6,17 @@
 
 use crate::host::Host;
 use crate::survey::load_percent;
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::{debug, info, warn};
 use understudy_arbiter::etcd::{Etcd, Lease};
 use understudy_protocol::HostName;
-use understudy_threads::Common;
 
 /// Time after which a host speaks up again.
 const INTERVAL: Duration = Duration::from_secs(2);
@@ -26,6 +27,8 @@ const REPORT: Duration = Duration::from_secs(60);
 /// Change of the memory that is to spare, in parts of it, and of the load, in percent, that is worth a report.
 const MEMORY_PARTS: u64 = 8;
 const LOAD: u32 = 25;
+/// Time for the thread to leave; it may be waiting for etcd.
+const LEFT_WITHIN: Duration = Duration::from_secs(5);
 const FOLDER: &str = "/hosts/";
 
 /// Report of a host on itself.
@@ -68,64 +71,75 @@ impl Told {
     }
 }
 
-/// The other hosts, as etcd last told; empty without etcd.
-#[derive(Debug, Default)]
-pub struct Members {
-    others: Common<BTreeMap<HostName, Member>>,
-    lease: Common<Option<Lease>>,
+/// This host's membership. The thread that renews it has the lease, and gives it back.
+pub(crate) struct Membership {
+    /// Whether there is that thread, and it has not been told to leave.
+    is_renewed: AtomicBool,
+    orders: Sender<Leave>,
+    inbox: Receiver<Leave>,
 }
 
-impl Members {
-    /// The other members.
-    pub fn others(&self) -> BTreeMap<HostName, Member> {
-        self.others.lock().clone()
+/// Order to leave; it is dropped when that is done.
+type Leave = Sender<()>;
+
+impl Membership {
+    /// None yet.
+    pub fn new() -> Membership {
+        let (orders, inbox) = crossbeam_channel::unbounded();
+        Membership { is_renewed: AtomicBool::new(false), orders, inbox }
     }
 
     /// Leaves, as far as etcd can be reached.
-    pub fn leave(&self, etcd: &Etcd) {
-        let Some(lease) = self.lease.lock().take() else { return };
-        if let Err(error) = etcd.revoke(lease) {
-            info!("still a member for {LEASE_SECONDS} s: {error:#}");
+    pub fn leave(&self) {
+        if self.is_renewed.swap(false, Ordering::AcqRel) {
+            let (leaving, left) = crossbeam_channel::bounded(0);
+            // The inbox is this value's own.
+            let _ = self.orders.send(leaving);
+            if left.recv_timeout(LEFT_WITHIN) == Err(RecvTimeoutError::Timeout) {
+                warn!("etcd does not answer: it knows this host for {LEASE_SECONDS} s more");
+            }
         }
     }
+}
 
-    /// Says that this host lives, and reads who else does. `told` is what etcd has of it.
-    fn renew(
-        &self,
-        etcd: &Etcd,
-        name: &HostName,
-        own: &Member,
-        told: &mut Option<Told>,
-    ) -> anyhow::Result<()> {
-        let mut lease = self.lease.lock();
-        let held = match *lease {
-            Some(held) if etcd.keep_alive(held)? => held,
+/// The lease of a member.
+struct Renewal<'a> {
+    etcd: &'a Etcd,
+    lease: Option<Lease>,
+    /// What etcd has of it.
+    told: Option<Told>,
+}
+
+impl Renewal<'_> {
+    /// Says that this host lives, and reads who else does.
+    fn renew(&mut self, host: &Host) -> anyhow::Result<()> {
+        let held = match self.lease {
+            Some(held) if self.etcd.keep_alive(held)? => held,
             _ => {
                 // What was put under the last one has vanished with it.
-                *told = None;
-                etcd.lease(LEASE_SECONDS)?
+                self.told = None;
+                self.etcd.lease(LEASE_SECONDS)?
             }
         };
-        *lease = Some(held);
-        drop(lease);
-        let now = Instant::now();
-        if !told.as_ref().is_some_and(|told| told.stays(own, now)) {
-            etcd.put(&format!("{FOLDER}{name}"), own, held)?;
-            *told = Some(Told { report: own.clone(), at: now });
+        self.lease = Some(held);
+        let (own, now) = (describe(host), Instant::now());
+        if !self.told.as_ref().is_some_and(|told| told.stays(&own, now)) {
+            self.etcd.put(&format!("{FOLDER}{}", host.config.name), &own, held)?;
+            self.told = Some(Told { report: own, at: now });
         }
-        if !self.look(etcd, name)? {
+        if !host.look_at_members(self.etcd)? {
             // Somebody has removed it.
-            *told = None;
+            self.told = None;
         }
         Ok(())
     }
 
-    /// Reads which other hosts live; whether this one is among those that etcd has.
-    fn look(&self, etcd: &Etcd, name: &HostName) -> anyhow::Result<bool> {
-        let mut members = all(etcd)?;
-        let is_there = members.remove(name).is_some();
-        *self.others.lock() = members;
-        Ok(is_there)
+    fn end(self) {
+        if let Some(lease) = self.lease
+            && let Err(error) = self.etcd.revoke(lease)
+        {
+            info!("still a member for {LEASE_SECONDS} s: {error:#}");
+        }
     }
 }
 
@@ -152,7 +166,20 @@ impl Host {
     /// Looks for members that have joined since the last look, if there are any to be found.
     pub(crate) fn look_for_members(&self) -> anyhow::Result<()> {
         let etcd = self.arbiter.as_ref().and_then(|arbiter| arbiter.etcd());
-        etcd.map_or(Ok(()), |etcd| self.members.look(etcd, &self.config.name).map(drop))
+        etcd.map_or(Ok(()), |etcd| self.look_at_members(etcd).map(drop))
+    }
+
+    /// Reads which other hosts live; whether this one is among those that etcd has.
+    fn look_at_members(&self, etcd: &Etcd) -> anyhow::Result<bool> {
+        let mut members = all(etcd)?;
+        let is_there = members.remove(&self.config.name).is_some();
+        self.findings.lock().members = members;
+        Ok(is_there)
+    }
+
+    /// The other members, as etcd last told; none without etcd.
+    pub(crate) fn members(&self) -> BTreeMap<HostName, Member> {
+        self.findings.lock().members.clone()
     }
 }
 
@@ -170,11 +197,13 @@ pub fn join(host: &Arc<Host>) {
         warn!("not a member: `listen` names no address that other hosts could use");
         return;
     }
-    let host = Arc::downgrade(host);
-    let spawned =
-        thread::Builder::new().name("membership".to_owned()).spawn(move || run(&host, &etcd));
-    if let Err(error) = spawned {
-        warn!("not a member: cannot start a thread: {error}");
+    let (weak, inbox) = (Arc::downgrade(host), host.membership.inbox.clone());
+    let spawned = thread::Builder::new()
+        .name("membership".to_owned())
+        .spawn(move || run(&weak, &etcd, &inbox));
+    match spawned {
+        Ok(_) => host.membership.is_renewed.store(true, Ordering::Release),
+        Err(error) => warn!("not a member: cannot start a thread: {error}"),
     }
 }
 
@@ -198,26 +227,28 @@ pub fn look_on(host: &Arc<Host>) {
     }
 }
 
-fn run(host: &Weak<Host>, etcd: &Etcd) {
-    let (mut well, mut told) = (true, None);
+fn run(host: &Weak<Host>, etcd: &Etcd, inbox: &Receiver<Leave>) {
+    let (mut well, mut renewal) = (true, Renewal { etcd, lease: None, told: None });
     while let Some(host) = host.upgrade() {
-        if host.is_powering_off() {
-            return;
+        // Then it waits to leave.
+        if !host.is_powering_off() {
+            let renewed = renewal.renew(&host);
+            match &renewed {
+                Err(error) if well => warn!("not seen as a member: {error:#}"),
+                Ok(()) if !well => info!("seen as a member again"),
+                _ => {}
+            }
+            well = renewed.is_ok();
         }
-        let renewed = host.members.renew(etcd, &host.config.name, &describe(&host), &mut told);
-        match &renewed {
-            Err(error) if well => warn!("not seen as a member: {error:#}"),
-            Ok(()) if !well => info!("seen as a member again"),
-            _ => {}
-        }
-        well = renewed.is_ok();
         drop(host);
-        thread::sleep(INTERVAL);
+        if let Ok(_leaving) = inbox.recv_timeout(INTERVAL) {
+            return renewal.end();
+        }
     }
 }
 
 fn describe(host: &Host) -> Member {
-    let vms = (host.vms.lock().len() + host.keepers().len()) as u32;
+    let vms = (host.vms.count() + host.keepers().len()) as u32;
     Member {
         addresses: host.config.listen.clone(),
         free_memory: host.free_memory(),

@@ -3,11 +3,11 @@
 
 use crate::containment;
 use crate::host::Host;
+use crate::inventory::Inventory;
 use crate::keeper;
 use crate::snapshot::RestoreNote;
 use crate::vm::{FencedVm, Vm};
 use nix::poll::PollTimeout;
-use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -23,7 +23,6 @@ use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 use understudy_qemu::process::{self, has_ended};
 use understudy_report::{Protection, Role, VmStatus};
-use understudy_threads::Common;
 
 /// Pause before what failed is tried again: the arbiter, or the store, may answer later.
 const AGAIN: Duration = Duration::from_secs(1);
@@ -53,10 +52,11 @@ impl Orphan {
 }
 
 /// The names of those that are not taken back yet, or are between two keepers. Nobody may start them meanwhile.
-#[derive(Clone, Default)]
-pub(crate) struct Orphans(Arc<Common<BTreeMap<VmName, Waiting>>>);
+#[derive(Clone)]
+pub(crate) struct Orphans(Inventory);
 
-struct Waiting {
+/// A guest of which nobody has hold yet.
+pub(crate) struct Waiting {
     why: String,
     of: Former,
     /// Whether nobody wants it any more.
@@ -96,11 +96,16 @@ impl Drop for Between {
 }
 
 impl Orphans {
+    /// Those of this inventory.
+    pub fn of_inventory(inventory: &Inventory) -> Orphans {
+        Orphans(inventory.clone())
+    }
+
     /// Reason why a guest of that name stands still, as the end of a sentence; none if there is
     /// none.
     pub fn why(&self, vm: &VmName) -> Option<String> {
-        let orphans = self.0.lock();
-        let Waiting { why, of, .. } = orphans.get(vm)?;
+        let known = self.0.look(|all| all.orphans.get(vm).map(|it| (it.why.clone(), it.of)));
+        let (why, of) = known?;
         Some(match of {
             Former::Daemon | Former::Silent => {
                 format!("outlived this host's last daemon, and is being taken back: {why}")
@@ -137,9 +142,10 @@ impl Orphans {
 
     /// Those of such former holders.
     fn of(&self, is_meant: impl Fn(Former) -> bool) -> Vec<VmName> {
-        let orphans = self.0.lock();
-        let meant = orphans.iter().filter(|(_, waiting)| is_meant(waiting.of));
-        meant.map(|(vm, _)| vm.clone()).collect()
+        self.0.look(|all| {
+            let meant = all.orphans.iter().filter(|(_, waiting)| is_meant(waiting.of));
+            meant.map(|(vm, _)| vm.clone()).collect()
+        })
     }
 
     /// A VM is between two keepers from now on.
@@ -159,9 +165,10 @@ impl Orphans {
     }
 
     fn mark_given_up(&self, vm: &VmName) -> bool {
-        let mut orphans = self.0.lock();
-        let orphan = orphans.get_mut(vm);
-        orphan.map(|orphan| orphan.given_up = true).is_some()
+        self.0.change(|all| {
+            let orphan = all.orphans.get_mut(vm);
+            orphan.map(|orphan| orphan.given_up = true).is_some()
+        })
     }
 
     /// Nobody wants what the last daemon had any more; returns before it has ended. What a keeper had is not the daemon's
@@ -189,24 +196,25 @@ impl Orphans {
 
     fn insert(&self, vm: &VmName, why: &str, of: Former) {
         let waiting = Waiting { why: why.to_owned(), of, given_up: false };
-        self.0.lock().insert(vm.to_owned(), waiting);
+        self.0.change(|all| all.orphans.insert(vm.to_owned(), waiting));
     }
 
     fn remove(&self, vm: &VmName) {
-        self.0.lock().remove(vm);
+        self.0.change(|all| all.orphans.remove(vm));
     }
 
     pub fn is_given_up(&self, vm: &VmName) -> bool {
-        self.0.lock().get(vm).is_none_or(|orphan| orphan.given_up)
+        self.0.look(|all| all.orphans.get(vm).is_none_or(|orphan| orphan.given_up))
     }
 
     /// Notes why one was not taken back by now.
     pub fn note(&self, vm: &VmName, why: String) {
-        if let Some(orphan) = self.0.lock().get_mut(vm) {
-            if orphan.why != why {
-                warn!(%vm, "it stands still: {why}");
-                orphan.why = why;
-            }
+        let is_new = self.0.change(|all| {
+            let orphan = all.orphans.get_mut(vm).filter(|orphan| orphan.why != why);
+            orphan.map(|orphan| orphan.why.clone_from(&why)).is_some()
+        });
+        if is_new {
+            warn!(%vm, "it stands still: {why}");
         }
     }
 }
@@ -470,7 +478,7 @@ impl Host {
         if let Some(reason) = lost {
             warn!(%vm, "{reason}");
             let fenced = FencedVm { name: vm.to_owned(), generation: *generation, reason };
-            self.vms.lock().insert(vm.to_owned(), Vm::Fenced(Arc::new(fenced)));
+            self.vms.put(vm, Vm::Fenced(Arc::new(fenced)));
         }
         self.orphans.remove(vm);
     }

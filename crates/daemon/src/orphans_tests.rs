@@ -5,7 +5,8 @@ use understudy_protocol::literal;
 // nobody meanwhile.
 #[test]
 fn a_guest_whose_thread_hangs_delays_the_end_of_its_daemon_by_no_more_than_the_bound() {
-    let (orphans, db, web) = (Orphans::default(), literal("db"), literal("web"));
+    let (orphans, db, web) =
+        (Orphans::of_inventory(&Inventory::default()), literal("db"), literal("web"));
     orphans.add(&db);
     let _between = orphans.expect_keeper(&web);
     orphans.give_up_all();
@@ -22,7 +23,7 @@ fn a_guest_whose_thread_hangs_delays_the_end_of_its_daemon_by_no_more_than_the_b
 // Before, one that was to be taken back was in no status, for as long as store or arbiter were silent.
 #[test]
 fn whoever_stands_still_is_told_of() {
-    let orphans = Orphans::default();
+    let orphans = Orphans::of_inventory(&Inventory::default());
     let [db, web]: [VmName; 2] = [literal("db"), literal("web")];
     orphans.add(&db);
     let _between = orphans.expect_keeper(&web);

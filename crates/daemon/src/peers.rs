@@ -2,6 +2,7 @@
 //! without a restart: a restart ends guests.
 
 use crate::config::HostConfig;
+use crate::findings::Findings;
 use crate::host::Host;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -17,40 +18,38 @@ use understudy_threads::Common;
 const INTERVAL: Duration = Duration::from_secs(2);
 
 /// The configured peers as they are now.
-#[derive(Debug)]
-pub struct Peers(Common<Known>);
-
-#[derive(Debug)]
-struct Known {
-    by_name: BTreeMap<HostName, Vec<SocketAddr>>,
-    /// Reason why the changed file is not used.
-    problem: Option<String>,
+#[derive(Debug, Default)]
+pub struct Peers {
+    /// All of them, with an address for each path.
+    pub by_name: BTreeMap<HostName, Vec<SocketAddr>>,
+    /// Problem with the changed file that the operator should see to; for people.
+    pub problem: Option<String>,
 }
 
 impl Peers {
     /// Peers that the daemon starts with.
     pub fn of(config: &HostConfig) -> Peers {
-        Peers(Common::new(Known { by_name: config.peers.clone(), problem: None }))
+        Peers { by_name: config.peers.clone(), problem: None }
+    }
+}
+
+impl Host {
+    /// The peers that the configuration has now, with an address for each path.
+    pub(crate) fn peers(&self) -> BTreeMap<HostName, Vec<SocketAddr>> {
+        self.findings.lock().peers.by_name.clone()
     }
 
-    /// All of them, with an address for each path.
-    pub fn all(&self) -> BTreeMap<HostName, Vec<SocketAddr>> {
-        self.0.lock().by_name.clone()
+    /// Problem with the changed configuration.
+    pub(crate) fn problem_of_peers(&self) -> Option<String> {
+        self.findings.lock().peers.problem.clone()
     }
+}
 
-    /// Problem that the operator should see to; for people.
-    pub fn problem(&self) -> Option<String> {
-        self.0.lock().problem.clone()
-    }
-
-    /// Takes over what the file has now; returns whether that is something else.
-    fn refresh(&self, file: &Path) -> Result<bool, String> {
-        let fresh = HostConfig::load(file).map_err(|error| error.message)?.peers;
-        let mut known = self.0.lock();
-        let changed = known.by_name != fresh;
-        known.by_name = fresh;
-        Ok(changed)
-    }
+/// Takes over what the file has now; returns whether that is something else.
+fn refresh(findings: &Common<Findings>, file: &Path) -> Result<bool, String> {
+    let fresh = HostConfig::load(file).map_err(|error| error.message)?.peers;
+    let former = std::mem::replace(&mut findings.lock().peers.by_name, fresh.clone());
+    Ok(former != fresh)
 }
 
 /// Looks for as long as the host lives.
@@ -64,16 +63,16 @@ pub fn watch(host: &Arc<Host>) {
 
 fn run(host: &Weak<Host>) {
     while let Some(host) = host.upgrade() {
-        let problem = match host.peers.refresh(&host.config.file) {
+        let problem = match refresh(&host.findings, &host.config.file) {
             Ok(true) => {
-                let names = host.peers.all().into_keys().collect::<Vec<_>>();
+                let names = host.peers().into_keys().collect::<Vec<_>>();
                 info!("[peers] has changed and is in use: {names:?}");
                 None
             }
             Ok(false) => None,
             Err(error) => Some(format!("the changed configuration is not used: {error}")),
         };
-        let before = std::mem::replace(&mut host.peers.0.lock().problem, problem.clone());
+        let before = std::mem::replace(&mut host.findings.lock().peers.problem, problem.clone());
         if let Some(problem) = problem.filter(|problem| before.as_ref() != Some(problem)) {
             warn!("{problem}");
         }
@@ -93,12 +92,14 @@ mod tests {
         let head = "name = 'a'\nlisten = '127.0.0.1:7700'\n[peers]\n";
         std::fs::write(&file, head).unwrap();
         let peers = Peers::of(&HostConfig::load(&file).unwrap());
-        assert_eq!(peers.refresh(&file), Ok(false));
+        let findings = Common::new(Findings { peers, ..Findings::default() });
+        let knows_b = || findings.lock().peers.by_name.contains_key("b");
+        assert_eq!(refresh(&findings, &file), Ok(false));
         std::fs::write(&file, format!("{head}b = '127.0.0.1:7701'\n")).unwrap();
-        assert_eq!(peers.refresh(&file), Ok(true));
-        assert!(peers.all().contains_key("b"));
+        assert_eq!(refresh(&findings, &file), Ok(true));
+        assert!(knows_b());
         std::fs::write(&file, format!("{head}b = 7\n")).unwrap();
-        assert!(peers.refresh(&file).unwrap_err().contains("peers.b"));
-        assert!(peers.all().contains_key("b"), "what was right is kept");
+        assert!(refresh(&findings, &file).unwrap_err().contains("peers.b"));
+        assert!(knows_b(), "what was right is kept");
     }
 }

@@ -19,13 +19,13 @@ impl Host {
     pub fn pulse(&self) -> Pulse {
         fail::fail_point!("pulse");
         self.lobby.end_overdue();
-        drop(self.presences.lock());
-        drop(self.members.others());
-        let vms = self.vms.lock();
-        vms.values().fold(Pulse::default(), |pulse, vm| match vm {
+        drop(self.findings.lock());
+        let count = |pulse: Pulse, vm: &Vm| match vm {
             Vm::Primary(_) => Pulse { running: pulse.running + 1, ..pulse },
             Vm::Backup(_) => Pulse { backed_up: pulse.backed_up + 1, ..pulse },
             Vm::Fenced(_) => pulse,
-        })
+        };
+        // Without keeping any of them: whoever is the last to have one ends it.
+        self.vms.look_at_all(|vms| vms.values().fold(Pulse::default(), count))
     }
 }

@@ -65,7 +65,7 @@ impl Host {
         let mut runs = None;
         // In this order: what is started is in one of them at any moment.
         let starts = self.arrivals.is_claimed(vm);
-        let present = self.vms.lock().get(vm).cloned();
+        let present = self.vms.get(vm);
         let mut keeps = false;
         let mut busy = match present {
             // A copy that is kept runs nothing, yet.

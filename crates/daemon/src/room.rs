@@ -118,7 +118,7 @@ impl Host {
         }
         for expected in self.arrivals.all() {
             let name = &expected.definition.name;
-            let there = kept.contains(name) || self.vms.lock().contains_key(name);
+            let there = kept.contains(name) || self.vms.has(name);
             let bytes = expected.definition.memory.bytes() + BESIDE_BYTES;
             if !there {
                 room.vms += 1;
@@ -130,12 +130,12 @@ impl Host {
     }
 
     fn machines(&self) -> Vec<Arc<Machine>> {
-        let machine = |vm: &Vm| match vm {
+        let machine = |vm: Vm| match vm {
             Vm::Primary(vm) => Some(vm.machine()),
             Vm::Backup(session) => Some(session.machine()),
             Vm::Fenced(_) => None,
         };
-        self.vms.lock().values().filter_map(machine).collect()
+        self.vms.all().into_values().filter_map(machine).collect()
     }
 }
 

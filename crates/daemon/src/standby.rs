@@ -5,7 +5,7 @@ use crate::repair::Wish;
 use crate::vm::{FencedVm, Vm};
 use anyhow::{Context, bail};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use tracing::{error, info, warn};
 use understudy_disk::{FreshMirror, Mirror};
 use understudy_link::link::Link;
@@ -83,7 +83,7 @@ pub(crate) fn begin(
     };
     // Registered before the primary hears that it may connect its heartbeat.
     backup::accept(link, plan, machine, mirrors, over, |session| {
-        host.vms.lock().insert(name.clone(), Vm::Backup(session.clone()));
+        host.vms.put(&name, Vm::Backup(session.clone()));
     })?;
     host.meters.begin(&name);
     host.events.of(&name).record(EventKind::StandingBy { primary: hello.host.clone() });
@@ -148,14 +148,12 @@ fn group_of(
     if membership.members.get(place) != Some(&own) {
         bail!("the offer's group does not have {} in its place", own.vm);
     }
-    let mut groups = host.backed_groups.lock();
-    groups.retain(|group| group.strong_count() > 0);
     if place == 0 {
         let group = backup::Group::new(membership, &hello.host, timeout, Output::Held);
-        groups.push(Arc::downgrade(&group));
+        host.vms.backed_groups(Some(&group));
         return Ok((group, 0));
     }
-    let mut alive = groups.iter().filter_map(Weak::upgrade);
+    let mut alive = host.vms.backed_groups(None).into_iter();
     let found = alive.find(|group| group.awaits(&membership, &hello.host, place));
     found.map(|group| (group, place)).context("the group's protection has ended meanwhile")
 }
@@ -218,21 +216,21 @@ fn end(
             }
         }
         Outcome::Discarded => {
-            host.vms.lock().remove(name);
+            host.vms.remove(name);
             host.events.of(name).record(EventKind::StoodDown);
         }
         Outcome::Returned { reason } => {
             if let Err(error) = host.records.note_returned(name) {
                 warn!(vm = %name, "{error}");
             }
-            host.vms.lock().remove(name);
+            host.vms.remove(name);
             host.events.of(name).record(EventKind::TakeOverFailed { reason });
         }
         Outcome::Failed { generation, reason } => {
             host.events.of(name).record(EventKind::TakeOverFailed { reason: reason.clone() });
             let reason = failed("won the VM and could not start it", &anyhow::anyhow!(reason));
             let fenced = FencedVm { name: name.to_owned(), generation, reason: reason.to_string() };
-            host.vms.lock().insert(name.to_owned(), Vm::Fenced(Arc::new(fenced)));
+            host.vms.put(name, Vm::Fenced(Arc::new(fenced)));
         }
     }
 }

@@ -60,7 +60,7 @@ pub(crate) struct Needs {
 impl Host {
     /// Answer of this host when it is asked whether it could back `vm` up.
     pub(crate) fn survey_answer(&self, vm: &VmName, needs: &Needs) -> SurveyAnswer {
-        let vms = (self.vms.lock().len() + self.keepers().len()) as u32;
+        let vms = (self.vms.count() + self.keepers().len()) as u32;
         SurveyAnswer {
             host: self.config.name.clone(),
             free_memory: self.free_memory(),
@@ -84,7 +84,7 @@ impl Host {
         if self.keeper_of(vm).is_some() {
             return Some(format!("still has a keeper of {vm}"));
         }
-        let present = self.vms.lock().get(vm).cloned();
+        let present = self.vms.get(vm);
         match present {
             Some(Vm::Primary(_)) => return Some(format!("still has a copy of {vm}")),
             Some(Vm::Backup(session)) => return Some(session.describe()),
@@ -129,13 +129,13 @@ impl Host {
     /// Every host that this one knows, with its addresses: the configured peers,
     /// and the members that etcd knows of.
     pub(crate) fn known_hosts(&self) -> BTreeMap<HostName, Vec<SocketAddr>> {
-        let mut members: Vec<_> = self.members.others().into_iter().collect();
+        let mut members: Vec<_> = self.members().into_iter().collect();
         members.sort_by_key(|(_, member)| std::cmp::Reverse(member.free_memory));
         members.truncate(MOST_MEMBERS);
         let mut known: BTreeMap<_, _> =
             members.into_iter().map(|(name, member)| (name, member.addresses)).collect();
         // What the operator wrote counts more than what a host says of itself.
-        known.extend(self.peers.all());
+        known.extend(self.peers());
         known
     }
 
@@ -143,16 +143,16 @@ impl Host {
     /// looked for.
     pub(crate) fn is_known(&self, name: &str) -> bool {
         let etcd = || self.arbiter.as_ref().and_then(Arbiter::etcd);
-        self.peers.all().contains_key(name)
-            || self.members.others().contains_key(name)
+        self.peers().contains_key(name)
+            || self.members().contains_key(name)
             || etcd().is_some_and(|etcd| membership::is_member(etcd, name))
     }
 
     /// Whether a connection comes from where a known host is.
     pub(crate) fn is_address_of_known(&self, from: IpAddr) -> bool {
         let is = |addresses: &Vec<SocketAddr>| addresses.iter().any(|known| known.ip() == from);
-        let members = self.members.others();
-        self.peers.all().values().any(is) || members.values().any(|known| is(&known.addresses))
+        let members = self.members();
+        self.peers().values().any(is) || members.values().any(|known| is(&known.addresses))
     }
 
     /// Asks every known host whether, and how well, it could back `vm` up.

@@ -30,8 +30,7 @@ impl Host {
     pub fn upgrade_plan(self: &Arc<Self>) -> UpgradePlan {
         let running = self.versions();
         let peers = self.upgrade_peers(&running);
-        let vms: Vec<(VmName, Vm)> =
-            self.vms.lock().iter().map(|(name, vm)| (name.clone(), vm.clone())).collect();
+        let vms = self.vms.all();
         let step = |(name, vm): (VmName, Vm)| {
             let status = vm.status();
             let facts = Facts {

@@ -10,7 +10,7 @@ use crate::doorbell::Doorbell;
 use crate::hearing::Hearing;
 use crate::home::{CONSOLE, CONSOLE_LOG, Home, disk_socket};
 use crate::launch::{QEMU_TIMEOUT, open_ports, port_configs};
-use crate::machine::Drives;
+use crate::machine::Fittings;
 use crate::pause::Pauser;
 use crate::process::Process;
 use crate::qemu_log::QEMU_LOG;
@@ -236,14 +236,15 @@ impl Machine {
             ram,
             blocks,
             watching: Watching::default(),
-            drives: RwLock::new(Drives {
+            fittings: RwLock::new(Fittings {
                 definition: Arc::new(note.definition.clone()),
                 servers: servers.into_iter().map(Some).collect(),
                 disks,
+                next_guests: Vec::new(),
+                custody: None,
             }),
             ports,
             card_ends: note.card_ends.clone(),
-            ties: Mutex::default(),
             monitor: Mutex::new(monitor),
             device_state,
             pauser,
@@ -304,7 +305,7 @@ impl Machine {
         }
         // Requests that are not answered are made again.
         let servers: Vec<_> =
-            self.drives_to_change().servers.iter_mut().map(Option::take).collect();
+            self.fittings_to_change().servers.iter_mut().map(Option::take).collect();
         drop(servers);
     }
 

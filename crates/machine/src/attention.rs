@@ -7,8 +7,8 @@
 
 use crate::Machine;
 use crate::tpm::Tpm;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
-use understudy_threads::{Mutex, lock};
 
 /// The longest time for which a TPM's work excuses QEMU, which waits for the command that runs
 /// before it saves the device state: a key of RSA takes seconds. Shorter than any time-out of a
@@ -19,20 +19,32 @@ const TPM_BOUND: Duration = Duration::from_secs(15);
 const LOOKS: u32 = 10;
 
 /// The side whose turn it is in a pause.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Turn {
     /// No pause.
-    #[default]
-    Free,
+    Free = 0,
     /// QEMU is to do something.
-    Qemus,
+    Qemus = 1,
     /// The daemon is; QEMU's main loop waits for it.
-    Daemons,
+    Daemons = 2,
 }
 
-/// The attention that QEMU owes pauses, and what it did.
+impl Turn {
+    fn of(state: u64) -> Turn {
+        match state % TURNS {
+            0 => Turn::Free,
+            1 => Turn::Qemus,
+            _ => Turn::Daemons,
+        }
+    }
+}
+
+/// The number of turns that there are, for the state of an [`Attention`].
+const TURNS: u64 = 3;
+
+/// The attention that QEMU owes pauses, and what it did: its answers so far, and whose turn it is.
 #[derive(Debug, Default)]
-pub struct Attention(Mutex<(Turn, u64)>);
+pub struct Attention(AtomicU64);
 
 impl Attention {
     /// A pause begins; QEMU is to stop the guest.
@@ -43,14 +55,18 @@ impl Attention {
     }
 
     fn put(&self, turn: Turn) {
-        let mut state = lock(&self.0);
-        // Only an answer ends QEMU's turn.
-        let answers = state.1 + u64::from(state.0 == Turn::Qemus);
-        *state = (turn, answers);
+        let next = |state: u64| {
+            // Only an answer ends QEMU's turn.
+            let answers = state / TURNS + u64::from(Turn::of(state) == Turn::Qemus);
+            Some(answers * TURNS + turn as u64)
+        };
+        // It always has a next one.
+        let _ = self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, next);
     }
 
     fn get(&self) -> (Turn, u64) {
-        *lock(&self.0)
+        let state = self.0.load(Ordering::Acquire);
+        (Turn::of(state), state / TURNS)
     }
 }
 

@@ -8,7 +8,7 @@ use crate::disk_error::DiskErrors;
 use crate::doorbell::Doorbell;
 use crate::hearing::Hearing;
 use crate::home::{AGENT, CONSOLE, CONSOLE_LOG, Home, Lent, disk_socket};
-use crate::machine::{Drives, Ties};
+use crate::machine::Fittings;
 use crate::pause::Pauser;
 use crate::process::{Process, connect};
 use crate::qemu_log::QEMU_LOG;
@@ -200,10 +200,12 @@ impl Machine {
         let slow = Kvm::of_this_machine().slowness(plan.definition.accel, plan.accelerator);
         Ok(Machine {
             slow,
-            drives: RwLock::new(Drives {
+            fittings: RwLock::new(Fittings {
                 definition: Arc::new(plan.definition.clone()),
                 servers: servers.into_iter().map(Some).collect(),
                 disks: plan.disks,
+                next_guests,
+                custody: None,
             }),
             definition: plan.definition,
             machine_type: plan.machine_type,
@@ -213,7 +215,6 @@ impl Machine {
             watching: Watching::default(),
             ports,
             card_ends,
-            ties: Mutex::new(Ties { next_guests, custody: None }),
             monitor: Mutex::new(monitor),
             device_state,
             pauser,

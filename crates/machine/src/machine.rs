@@ -64,11 +64,10 @@ pub struct Machine {
     pub(crate) ram: Arc<GuestRam>,
     pub(crate) blocks: Vec<RamBlock>,
     pub(crate) watching: Watching,
-    pub(crate) drives: RwLock<Drives>,
+    pub(crate) fittings: RwLock<Fittings>,
     pub(crate) ports: Vec<Arc<Port>>,
     /// The numbers under which QEMU has the other ends of the ports' sockets.
     pub(crate) card_ends: Vec<RawFd>,
-    pub(crate) ties: Mutex<Ties>,
     pub(crate) monitor: Mutex<Monitor>,
     pub(crate) device_state: DeviceState,
     pub(crate) pauser: Pauser,
@@ -97,18 +96,14 @@ pub struct Machine {
     pub(crate) presence: Arc<()>,
 }
 
-/// Disks and media as they are now: replaced one by one, as media are changed.
-pub(crate) struct Drives {
+/// Fittings of a machine as they are now. Nobody waits for anything while he has their lock.
+pub(crate) struct Fittings {
     /// The machine's definition, with the media that are in its drives.
     pub definition: Arc<VmDefinition>,
     /// Server of each disk; none only while a medium is changed, or if it could not be.
     pub servers: Vec<Option<NbdServer>>,
+    /// Disks and media: replaced one by one, as media are changed.
     pub disks: Vec<Arc<Disk>>,
-}
-
-/// The ties of a machine to others that have, or may get, what is the guest's.
-#[derive(Default)]
-pub(crate) struct Ties {
     /// The ports' sockets to this QEMU, while another one has them.
     pub next_guests: Vec<NextGuest>,
     /// Custodian that stops it should this daemon die, and keeps it for the next one.
@@ -128,7 +123,7 @@ impl Machine {
 
     /// The VM as it is on this host.
     pub fn definition_now(&self) -> Arc<VmDefinition> {
-        self.drives().definition.clone()
+        self.fittings().definition.clone()
     }
 
     /// The versioned machine type.
@@ -163,11 +158,11 @@ impl Machine {
 
     /// The disks, in the definition's order.
     pub fn disks(&self) -> Vec<Arc<Disk>> {
-        self.drives().disks.clone()
+        self.fittings().disks.clone()
     }
 
-    fn drives(&self) -> RwLockReadGuard<'_, Drives> {
-        self.drives.read().unwrap_or_else(PoisonError::into_inner)
+    fn fittings(&self) -> RwLockReadGuard<'_, Fittings> {
+        self.fittings.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The cards, in the definition's order.
@@ -375,8 +370,8 @@ impl Machine {
     }
 
     fn take_over_ports(&self, take: impl Fn(&Port, NextGuest)) {
-        self.drives().servers.iter().flatten().for_each(NbdServer::adopt);
-        let next_guests = std::mem::take(&mut lock(&self.ties).next_guests);
+        self.fittings().servers.iter().flatten().for_each(NbdServer::adopt);
+        let next_guests = std::mem::take(&mut self.fittings_to_change().next_guests);
         for (port, next) in self.ports.iter().zip(next_guests) {
             take(port, next);
         }
@@ -385,21 +380,21 @@ impl Machine {
     /// Sets the custody by which the guest, should this daemon die, stands still until the next
     /// one.
     pub fn set_custody(&self, custody: Custody) {
-        let former = lock(&self.ties).custody.replace(custody);
+        let former = self.fittings_to_change().custody.replace(custody);
         drop(former);
     }
 
     /// Ends the custody: the guest ends with this daemon again, as any does.
     pub fn end_custody(&self) {
         // Not under the lock: that takes a moment.
-        let custody = lock(&self.ties).custody.take();
+        let custody = self.fittings_to_change().custody.take();
         drop(custody);
     }
 
     /// Ends this copy for good. Nothing leaves it afterwards.
     pub fn halt(&self) {
         // Not if they are another machine's: it has taken them, or not given them yet.
-        if !self.is_retired() && lock(&self.ties).next_guests.is_empty() {
+        if !self.is_retired() && self.fittings().next_guests.is_empty() {
             for port in &self.ports {
                 port.shut();
             }

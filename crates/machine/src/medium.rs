@@ -5,7 +5,7 @@
 //! definition later finds what this one has.
 
 use crate::Machine;
-use crate::machine::Drives;
+use crate::machine::Fittings;
 use anyhow::Context;
 use std::path::Path;
 use std::sync::{Arc, PoisonError};
@@ -80,13 +80,13 @@ impl Machine {
 
     fn note_medium(&self, medium: &Medium, defined: DiskDefinition) {
         let index = usize::from(medium.disk.index().0);
-        let mut drives = self.drives_to_change();
-        drives.disks[index] = medium.disk.clone();
-        Arc::make_mut(&mut drives.definition).disks[index] = defined;
+        let mut fittings = self.fittings_to_change();
+        fittings.disks[index] = medium.disk.clone();
+        Arc::make_mut(&mut fittings.definition).disks[index] = defined;
     }
 
     fn serve_anew(&self, index: usize, disk: &Arc<Disk>) -> anyhow::Result<()> {
-        let former = self.drives_to_change().servers[index].take();
+        let former = self.fittings_to_change().servers[index].take();
         let former = former.context("the drive has no server any more")?;
         let socket = former.socket().to_owned();
         // It removes its socket.
@@ -94,11 +94,11 @@ impl Machine {
         let owner = User::of_directory(socket.parent().context("a socket is in a directory")?)?;
         let server = NbdServer::serve(disk.clone(), &socket)?;
         user::give_socket(&socket, owner)?;
-        self.drives_to_change().servers[index] = Some(server);
+        self.fittings_to_change().servers[index] = Some(server);
         Ok(())
     }
 
-    pub(crate) fn drives_to_change(&self) -> RwLockWriteGuard<'_, Drives> {
-        self.drives.write().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn fittings_to_change(&self) -> RwLockWriteGuard<'_, Fittings> {
+        self.fittings.write().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -268,8 +268,8 @@ impl Host {
         if self.snapshots.is_restoring(vm) || self.arrivals.has(vm) {
             return None;
         }
-        let vms = self.vms.lock();
-        match vms.get(vm) {
+        // The lobby is asked at the same moment: who is in it puts the VM there before it leaves.
+        self.vms.look_at(vm, |there| match there {
             // Somebody may be about to have it back the VM up.
             None if !self.lobby.is_empty() => None,
             None => Some(End::Gone),
@@ -278,7 +278,7 @@ impl Host {
                 Some(End::Fenced { generation, reason })
             }
             Some(Vm::Primary(_) | Vm::Backup(_)) => None,
-        }
+        })
     }
 }
 

@@ -200,7 +200,7 @@ impl Host {
 
     /// Keeps a VM's place for as long as its keeper has it.
     pub(super) fn keep_place(self: &Arc<Self>, follower: Follower, arrival: Arrival) {
-        self.vms.lock().remove(arrival.vm());
+        self.vms.remove(arrival.vm());
         if let Follower::New(process) = follower {
             reap_aside(process, arrival.vm());
         }

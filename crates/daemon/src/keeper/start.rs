@@ -173,7 +173,7 @@ impl Host {
             return begun;
         }
         arrival.goes_to_keeper();
-        self.vms.lock().remove(&name);
+        self.vms.remove(&name);
         reap_aside(process, &name);
         self.follow_to_keeper(arrival);
         Ok(())
@@ -191,7 +191,7 @@ impl Host {
                     Some(_) if !has_it => {
                         has_it = true;
                         arrival.goes_to_keeper();
-                        host.vms.lock().remove(arrival.vm());
+                        host.vms.remove(arrival.vm());
                     }
                     None if has_it || Instant::now() > deadline => return,
                     _ => {}

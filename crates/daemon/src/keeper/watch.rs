@@ -69,7 +69,7 @@ impl Host {
             self.tell_of_killed(&note, lost.is_some());
         }
         if let Some(lost) = lost {
-            self.vms.lock().entry(vm.clone()).or_insert_with(|| Vm::Fenced(Arc::new(lost)));
+            self.vms.put_if(vm, Vm::Fenced(Arc::new(lost)), |there| there.is_none());
         }
         self.end_dead_restore(vm);
         // Not before: whoever asks meanwhile is told of it either way.
@@ -97,7 +97,7 @@ impl Host {
             let _adding = self.adding.lock();
             self.notice_end_of_keeper(vm);
         }
-        self.vms.lock().remove(vm);
+        self.vms.remove(vm);
     }
 
     fn tell_of_killed(&self, note: &Note, had_guest: bool) {

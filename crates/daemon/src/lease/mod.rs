@@ -15,7 +15,7 @@ mod watchdog;
 
 pub(crate) use contender::{Awaited, Contender, Tenures};
 pub(crate) use former::FormerLease;
-pub(crate) use watchdog::Watchdog;
+pub(crate) use watchdog::{Petting, Watchdog};
 
 use crate::containment;
 use crate::host::Host;
@@ -34,6 +34,7 @@ use understudy_protocol::{Lease, LeaseAction, Stake, Stillness, Time, VmName};
 use understudy_report::events::EventKind;
 use understudy_session::primary::Event;
 use understudy_threads::{Mutex, lock};
+use watchdog::Petter;
 
 /// Time between two looks.
 const LOOK: Duration = Duration::from_millis(100);
@@ -50,7 +51,7 @@ pub(crate) struct Tenure {
     /// Whether the log knows of one.
     told: AtomicBool,
     /// Whether the guest stands still, or goes on, as the lease says.
-    settling: Mutex<Settling>,
+    settling: Settling,
 }
 
 impl Tenure {
@@ -59,7 +60,7 @@ impl Tenure {
         Tenure {
             lease: Mutex::new(Lease::new(length)),
             told: AtomicBool::new(false),
-            settling: Mutex::default(),
+            settling: Settling::default(),
         }
     }
 
@@ -92,11 +93,14 @@ pub(crate) fn start(host: &Arc<Host>) -> std::io::Result<()> {
     thread::Builder::new().name("lease-arbiter".to_owned()).spawn(tend)?;
     let compared = weak.clone();
     thread::Builder::new().name("lease-peers".to_owned()).spawn(move || peers::run(&compared))?;
-    thread::Builder::new().name("lease".to_owned()).spawn(move || keep(&weak, &errands))?;
+    let watchdog = host.watchdog.inbox();
+    thread::Builder::new()
+        .name("lease".to_owned())
+        .spawn(move || keep(&weak, &errands, watchdog))?;
     Ok(())
 }
 
-fn keep(host: &Weak<Host>, errands: &Errands) {
+fn keep(host: &Weak<Host>, errands: &Errands, mut watchdog: Petter) {
     let mut stillness = Stillness::new(boot_time(), LOOK);
     while let Some(host) = host.upgrade() {
         let now = boot_time();
@@ -106,11 +110,8 @@ fn keep(host: &Weak<Host>, errands: &Errands) {
         for vm in host.primaries() {
             host.look_at_lease(&vm, now, errands);
         }
-        if let Some(watchdog) = host.watchdog.lock().as_ref() {
-            watchdog.pet();
-        }
         drop(host);
-        thread::sleep(LOOK);
+        watchdog.pet(LOOK);
     }
 }
 
@@ -121,7 +122,7 @@ impl Host {
         let actions = lease.tick(now, stake);
         self.carry_out(vm, &lease, actions, Some(errands));
         drop(lease);
-        if lock(&vm.tenure.settling).begin_again() {
+        if vm.tenure.settling.begin_again() {
             self.settle_in_thread(vm);
         }
     }
@@ -185,7 +186,7 @@ impl Host {
     }
 
     fn settle_aside(&self, vm: &Arc<PrimaryVm>) {
-        if lock(&vm.tenure.settling).begin() {
+        if vm.tenure.settling.begin() {
             self.settle_in_thread(vm);
         }
     }
@@ -196,7 +197,7 @@ impl Host {
         let name = vm.name();
         if let Err(error) = containment::spawn_for(self, name, "settle", move || settle(&settled)) {
             error!(vm = %name, "its guest does not do yet what its lease says: no thread: {error}");
-            lock(&vm.tenure.settling).has_no_thread();
+            vm.tenure.settling.has_no_thread();
         }
     }
 
@@ -226,7 +227,7 @@ impl Host {
 
 /// Has the guest stand still, or go on, as the lease says by now.
 fn settle(vm: &PrimaryVm) {
-    while lock(&vm.tenure.settling).goes_on() {
+    while vm.tenure.settling.goes_on() {
         let stands = vm.tenure.standstill().is_some();
         let machine = vm.machine();
         let settled = match stands {
@@ -239,7 +240,7 @@ fn settle(vm: &PrimaryVm) {
         {
             let what = if stands { "stand still" } else { "go on" };
             warn!(vm = %vm.name(), "the guest does not {what}, and is told again: {error:#}");
-            lock(&vm.tenure.settling).failed();
+            vm.tenure.settling.failed();
             drop(machine);
             thread::sleep(AGAIN);
         }

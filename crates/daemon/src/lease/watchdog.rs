@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 use anyhow::{Context, bail};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use nix::errno::Errno;
 use nix::libc::c_int;
 use std::fs::File;
@@ -13,7 +14,10 @@ use std::io::Write;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use tracing::{info, warn};
+use tracing::{error, info, warn};
+
+/// Time for the thread that pets it to leave it.
+const LEFT_WITHIN: Duration = Duration::from_secs(5);
 
 #[repr(C)]
 struct Info {
@@ -90,6 +94,73 @@ impl Watchdog {
     }
 }
 
+/// Orders to the thread that looks at leases, whose the watchdog is.
+pub(crate) struct Petting(Sender<Order>, Receiver<Order>);
+
+/// Order about the watchdog.
+enum Order {
+    /// It is to be petted from now on.
+    Pet(Watchdog),
+    /// It is left; nothing is said to whoever waits for that, but it is let go of.
+    Leave(Sender<()>),
+}
+
+impl Petting {
+    /// Orders that nobody has given yet.
+    pub fn new() -> Petting {
+        let (orders, inbox) = crossbeam_channel::unbounded();
+        Petting(orders, inbox)
+    }
+
+    /// Has it petted from now on.
+    pub fn begin(&self, watchdog: Watchdog) {
+        // The inbox is this value's own.
+        let _ = self.0.send(Order::Pet(watchdog));
+    }
+
+    /// Leaves it for good, in order, if there is one; returns when that is done.
+    pub fn end(&self) {
+        let (leaving, left) = crossbeam_channel::bounded(0);
+        let _ = self.0.send(Order::Leave(leaving));
+        if left.recv_timeout(LEFT_WITHIN) == Err(RecvTimeoutError::Timeout) {
+            error!(
+                "leases are not looked at: a watchdog of this host, if there is one, stays armed"
+            );
+        }
+    }
+
+    /// The inbox, for the one who pets it.
+    pub(super) fn inbox(&self) -> Petter {
+        Petter { watchdog: None, inbox: self.1.clone() }
+    }
+}
+
+/// Pets the watchdog, if there is one.
+pub(super) struct Petter {
+    watchdog: Option<Watchdog>,
+    inbox: Receiver<Order>,
+}
+
+impl Petter {
+    /// Says that this host is well, and looks for orders for so long.
+    pub fn pet(&mut self, pause: Duration) {
+        if let Some(watchdog) = &self.watchdog {
+            watchdog.pet();
+        }
+        match self.inbox.recv_timeout(pause) {
+            Ok(Order::Pet(armed)) => self.watchdog = Some(armed),
+            Ok(Order::Leave(leaving)) => {
+                if let Some(watchdog) = self.watchdog.take() {
+                    watchdog.disarm();
+                }
+                drop(leaving);
+            }
+            // The host has gone, which its loop finds out.
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -115,5 +186,25 @@ mod tests {
         watchdog.pet();
         watchdog.disarm();
         assert_eq!(std::fs::read(heard.path()).unwrap(), b"\0\0V");
+    }
+
+    #[test]
+    fn who_ends_in_order_goes_on_once_it_is_left() {
+        let heard = tempfile::NamedTempFile::new().unwrap();
+        let file = heard.reopen().unwrap();
+        let petting = Petting::new();
+        let mut petter = petting.inbox();
+        petter.pet(Duration::ZERO);
+        petting.begin(Watchdog { file, path: heard.path().to_owned() });
+        petter.pet(Duration::ZERO);
+        std::thread::scope(|scope| {
+            let ends = scope.spawn(|| petting.end());
+            assert!(!ends.is_finished(), "nobody has left it");
+            petter.pet(LEASE);
+            ends.join().unwrap();
+        });
+        assert_eq!(std::fs::read(heard.path()).unwrap(), b"\0V");
+        petter.pet(Duration::ZERO);
+        assert_eq!(std::fs::read(heard.path()).unwrap(), b"\0V", "and not petted any more");
     }
 }

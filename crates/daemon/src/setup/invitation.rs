@@ -28,7 +28,6 @@ use understudy_link::pki::{self, PublicKey};
 use understudy_link::tls::TlsFiles;
 use understudy_protocol::HostName;
 use understudy_report::error::{ErrorKind, HostError, cannot};
-use understudy_threads::{Mutex, lock};
 
 /// The port beside the daemon's, on which invitations wait.
 const PORT_DISTANCE: u16 = 1;
@@ -59,16 +58,20 @@ pub struct Joined {
     pub line: String,
 }
 
-/// A host that was let in, and what is closed once it was answered.
-type LetIn = (Joined, Receiver<()>);
+/// A host that asks to be let in, of whoever waits: that one alone lets anybody in, once.
+struct Asked {
+    request: Request,
+    /// The answer goes here; whoever drops it lets nobody in any more.
+    answer: Sender<Result<Grant, HostError>>,
+    /// Closed once the host was answered.
+    answered: Receiver<()>,
+}
 
 struct Inviter {
     secret: Secret,
     file: PathBuf,
     pki: PathBuf,
     tls: Arc<ServerConfig>,
-    /// Whether it is open; taken by the host that joins.
-    open: Mutex<bool>,
     conversations: AtomicUsize,
 }
 
@@ -110,8 +113,7 @@ impl Invitation {
         let secret = Secret::fresh()
             .map_err(|error| HostError::new(ErrorKind::Internal, format!("no secret: {error}")))?;
         let conversations = AtomicUsize::new(0);
-        let inviter =
-            Inviter { secret, file, pki, tls: server, open: Mutex::new(true), conversations };
+        let inviter = Inviter { secret, file, pki, tls: server, conversations };
         let token = Token { address, authority, secret };
         let until = Instant::now() + lifetime;
         Ok(Invitation { token, until, lifetime, listener, inviter: Arc::new(inviter) })
@@ -124,17 +126,16 @@ impl Invitation {
 
     /// Waits until a host has joined, or the invitation has expired.
     pub fn wait(self) -> Result<Joined, HostError> {
-        let (joined, joining) = crossbeam_channel::unbounded();
-        let mut let_in = None;
-        while let_in.is_none() && Instant::now() < self.until {
-            let_in = self.look(&joined, &joining);
-        }
-        // From here on nobody is let in; one who was is not forgotten.
-        *lock(&self.inviter.open) = false;
-        if let Some((joined, answered)) = let_in.or_else(|| joining.try_recv().ok()) {
-            // Whoever waits here may end the process.
-            let _ = answered.recv();
-            return Ok(joined);
+        let (asking, asked) = crossbeam_channel::unbounded();
+        while Instant::now() < self.until {
+            self.look(&asking);
+            if let Some((joined, answered)) = self.inviter.answer(&asked) {
+                // Nobody else is let in, and hears so meanwhile.
+                drop(asked);
+                // Whoever waits here may end the process.
+                let _ = answered.recv();
+                return Ok(joined);
+            }
         }
         let message = format!(
             "nobody has joined within {} minutes, and the token is of no more use: `understudy invite` makes another",
@@ -143,42 +144,40 @@ impl Invitation {
         Err(HostError::new(ErrorKind::Unreachable, message))
     }
 
-    fn look(&self, joined: &Sender<LetIn>, joining: &Receiver<LetIn>) -> Option<LetIn> {
+    /// Has whoever connects meanwhile ask.
+    fn look(&self, asking: &Sender<Asked>) {
         let mut ready = [PollFd::new(self.listener.as_fd(), PollFlags::POLLIN)];
         let interval = PollTimeout::try_from(LOOK_INTERVAL).unwrap_or(PollTimeout::ZERO);
         // An error (a signal) is looked after by trying to accept.
         let _ = poll(&mut ready, interval);
         if let Ok((stream, from)) = self.listener.accept() {
-            let (inviter, joined) = (self.inviter.clone(), joined.clone());
-            let talk = move || inviter.talk(stream, from, &joined);
+            let (inviter, asking) = (self.inviter.clone(), asking.clone());
+            let talk = move || inviter.talk(stream, from, &asking);
             if let Err(error) = thread::Builder::new().name("invited".to_owned()).spawn(talk) {
                 warn!("a connection has to wait: {error}");
             }
         }
-        joining.try_recv().ok()
     }
 }
 
 impl Inviter {
-    fn talk(&self, stream: TcpStream, from: SocketAddr, joined: &Sender<LetIn>) {
+    fn talk(&self, stream: TcpStream, from: SocketAddr, asking: &Sender<Asked>) {
         if self.conversations.fetch_add(1, Ordering::AcqRel) < MOST_CONVERSATIONS
-            && let Err(error) = self.converse(stream, joined)
+            && let Err(error) = self.converse(stream, asking)
         {
             warn!("{from} has not joined: {error:#}");
         }
         self.conversations.fetch_sub(1, Ordering::AcqRel);
     }
 
-    fn converse(&self, stream: TcpStream, joined: &Sender<LetIn>) -> anyhow::Result<()> {
+    fn converse(&self, stream: TcpStream, asking: &Sender<Asked>) -> anyhow::Result<()> {
         stream.set_nonblocking(false)?;
         let connection = ServerConnection::new(self.tls.clone())?;
         let mut stream = StreamOwned::new(connection, Bounded::new(stream));
         let (request, asked) = receive_request(&mut stream, &self.secret)?;
         let (_answering, answered) = crossbeam_channel::bounded::<()>(0);
-        // Nobody waits any more if it fails.
-        let tell = |newcomer| drop(joined.send((newcomer, answered)));
         let answer = match request {
-            Ok(request) => self.admit(&request, tell).map_err(|error| error.to_string()),
+            Ok(request) => ask(asking, request, answered).map_err(|error| error.to_string()),
             Err(wrong) => Err(wrong.to_string()),
         };
         let refused = answer.as_ref().err().cloned();
@@ -196,16 +195,22 @@ impl Inviter {
         }
     }
 
-    /// Makes the host that asks a peer, and tells of it before anybody can take the invitation for unused. Once only.
-    fn admit(&self, request: &Request, tell: impl FnOnce(Joined)) -> Result<Grant, HostError> {
-        let mut open = lock(&self.open);
+    /// Answers the next host that asks, if one does. One that was let in is returned, and what is closed once it was
+    /// answered.
+    fn answer(&self, asked: &Receiver<Asked>) -> Option<(Joined, Receiver<()>)> {
+        let Asked { request, answer, answered } = asked.try_recv().ok()?;
+        let (admitted, answer_with) = match self.admit(&request) {
+            Ok((grant, joined)) => (Some((joined, answered)), Ok(grant)),
+            Err(error) => (None, Err(error)),
+        };
+        // It has room for one, and whoever asks may have gone: it is a peer, whether or not it has heard of it.
+        let _ = answer.send(answer_with);
+        admitted
+    }
+
+    /// Makes the host that asks a peer.
+    fn admit(&self, request: &Request) -> Result<(Grant, Joined), HostError> {
         let refuse = |message: String| HostError::new(ErrorKind::Conflict, message);
-        if !*open {
-            return Err(refuse(
-                "the token was used by another host, or has expired: `understudy invite` makes one"
-                    .to_owned(),
-            ));
-        }
         let text =
             fs::read_to_string(&self.file).map_err(|error| cannot("read", &self.file, &error))?;
         let config = HostConfig::from_toml(&text, &self.file)?;
@@ -222,9 +227,7 @@ impl Inviter {
         let certificate = pki::certify(&self.pki, &request.name, &key, pki::HOST_DAYS)?;
         let grant = self.grant(&config, request, certificate)?;
         host_file::replace(&self.file, &extended)?;
-        *open = false;
-        tell(newcomer(&config, request));
-        Ok(grant)
+        Ok((grant, newcomer(&config, request)))
     }
 
     /// Refuses names that mean somebody else already: a token is for a host, not for what another may do.
@@ -273,6 +276,22 @@ impl Inviter {
             peers,
         })
     }
+}
+
+/// Asks whoever waits, and hears whether a host is let in.
+fn ask(
+    asking: &Sender<Asked>,
+    request: Request,
+    answered: Receiver<()>,
+) -> Result<Grant, HostError> {
+    let (answer, hears) = crossbeam_channel::bounded(1);
+    // An error closes the other end of the answer, too.
+    let _ = asking.send(Asked { request, answer, answered });
+    hears.recv().unwrap_or_else(|_| {
+        let message =
+            "the token was used by another host, or has expired: `understudy invite` makes one";
+        Err(HostError::new(ErrorKind::Conflict, message.to_owned()))
+    })
 }
 
 fn newcomer(config: &HostConfig, request: &Request) -> Joined {
@@ -352,27 +371,40 @@ mod tests {
         let inviter = Inviter {
             secret: Secret::fresh().unwrap(),
             tls: show(config.tls.as_ref().unwrap(), &pki).unwrap().0,
-            open: Mutex::new(true),
             conversations: AtomicUsize::new(0),
             file,
             pki,
         };
-        let key = pki::HostKey::generate().unwrap();
-        let request = Request {
+        let public_key = BASE64_STANDARD.encode(pki::HostKey::generate().unwrap().public());
+        let request = || Request {
             name: literal("b"),
             listen: vec!["127.0.0.1:9".parse().unwrap()],
-            public_key: BASE64_STANDARD.encode(key.public()),
+            public_key: public_key.clone(),
         };
-        let mut told = None;
-        let is_held = || inviter.open.try_lock().is_err();
-        inviter
-            .admit(&request, |joined| {
-                let held = thread::scope(|scope| scope.spawn(is_held).join().unwrap());
-                assert!(held, "nobody may give the invitation up now");
-                told = Some(joined);
-            })
-            .unwrap();
-        assert_eq!(told.unwrap().name, "b");
-        assert!(!*lock(&inviter.open));
+        let (asking, asked) = crossbeam_channel::unbounded();
+        thread::scope(|scope| {
+            let asks = scope.spawn(|| ask(&asking, request(), crossbeam_channel::bounded(0).1));
+            let joined = loop {
+                if let Some((joined, _)) = inviter.answer(&asked) {
+                    break joined;
+                }
+                assert!(!asks.is_finished(), "it is answered before it is known");
+                thread::yield_now();
+            };
+            assert_eq!(joined.name, "b");
+            assert_eq!(asks.join().unwrap().unwrap().host, "a");
+        });
+        // Whoever waited has gone: nobody is let in, whether it asked before or after.
+        let late = thread::scope(|scope| {
+            let asks = scope.spawn(|| ask(&asking, request(), crossbeam_channel::bounded(0).1));
+            while asked.is_empty() {
+                thread::yield_now();
+            }
+            drop(asked);
+            asks.join().unwrap()
+        });
+        assert!(late.unwrap_err().message.contains("has expired"));
+        let late = ask(&asking, request(), crossbeam_channel::bounded(0).1);
+        assert!(late.unwrap_err().message.contains("has expired"));
     }
 }

@@ -238,10 +238,7 @@ fn relay(
 impl Host {
     /// Forgets that this host has lost a VM: it runs here again.
     fn forget_fenced(&self, vm: &VmName) {
-        let mut vms = self.vms.lock();
-        if matches!(vms.get(vm), Some(Vm::Fenced(_))) {
-            vms.remove(vm);
-        }
+        self.vms.remove_if(vm, |there| matches!(there, Vm::Fenced(_)));
     }
 }
 

@@ -1,7 +1,7 @@
 //! A VM as a member of its cluster: its seat at the cluster's network, and what its cut tells
 //! whoever takes its snapshots.
 
-use super::frames::{CutListener, Joining, Seat};
+use super::frames::{self, CutListener, Joining, Seat};
 use crate::host::Host;
 use anyhow::bail;
 use crossbeam_channel::{Receiver, Sender};
@@ -187,7 +187,6 @@ impl Host {
         };
         let own = Arc::new(MemberSeat { cluster: group.name.clone(), state: Mutex::default() });
         let joining = Joining {
-            cluster: group.name.clone(),
             members: group.vms.clone(),
             member: Member(place as u16),
             generation,
@@ -195,7 +194,8 @@ impl Host {
             number,
             listener: own.clone(),
         };
-        let seat = self.fabric.join(self, machine, joining)?;
+        let network = self.snapshots.network(&group.name);
+        let seat = frames::join(self, network, machine, joining)?;
         lock(&own.state).seat = Some(seat);
         own.let_pass();
         self.snapshots.note_incarnation(&group.name, incarnation);

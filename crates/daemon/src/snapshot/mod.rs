@@ -54,9 +54,11 @@ pub(crate) use sampling::start as start_sampling;
 pub(crate) use schedule::start as start_schedules;
 use understudy_protocol::{GroupName, VmName};
 
+use frames::Network;
 use kept::KeptRestore;
 use member::MemberSeat;
 use restore::Restoring;
+use sampling::WorkingSets;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -80,7 +82,6 @@ pub(crate) struct Snapshots {
     known: Common<Known>,
     /// Bytes a second that were read from a store last; 0 if that is not known.
     speed: AtomicU64,
-    samplings: sampling::Samplings,
     /// Way that all restored guests share.
     way: Arc<understudy_cluster::source::Way>,
 }
@@ -96,6 +97,9 @@ struct Known {
     /// The last number and incarnation of each group that this host has heard of.
     groups: BTreeMap<GroupName, (SnapshotNumber, Incarnation)>,
     unswept: Unswept,
+    working_sets: WorkingSets,
+    /// The networks of the clusters that have members on this host.
+    networks: BTreeMap<GroupName, Arc<Network>>,
 }
 
 /// Puts one in the place of `former`; returns whether that was still there: else yet another one has come meanwhile.
@@ -154,6 +158,13 @@ impl Snapshots {
         let mut known = self.known.lock();
         let known = known.groups.entry(group.to_owned()).or_default();
         known.1 = known.1.max(incarnation);
+    }
+
+    /// The network of a cluster on this host.
+    pub(crate) fn network(&self, cluster: &GroupName) -> Arc<Network> {
+        let mut known = self.known.lock();
+        let network = known.networks.entry(cluster.to_owned());
+        network.or_insert_with(|| Network::new(cluster)).clone()
     }
 
     /// Whether a restore of the VM is under way.

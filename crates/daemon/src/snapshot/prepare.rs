@@ -117,7 +117,7 @@ pub fn prepare(
         on_event: host.event_sink(task.vm()),
     })?;
     check_blocks(&member, &machine)?;
-    let filler = Filler::new(source, machine.clone(), maps, early.loader().clone());
+    let filler = Filler::new(source, machine.clone(), maps, early.loading().clone());
     let filler = Arc::new(filler);
     filling(&filler, &disks);
     filler.load_auxiliary(stop)?;

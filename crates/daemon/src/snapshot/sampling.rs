@@ -15,7 +15,6 @@ use understudy_machine::Machine;
 use understudy_protocol::PageIndex;
 use understudy_protocol::VmName;
 use understudy_snapshot::Sampling;
-use understudy_threads::Common;
 
 /// Period as long as first accesses are traced after a snapshot: both tell what is touched in such
 /// a time.
@@ -27,59 +26,67 @@ const WATCHED: usize = 256;
 /// A daemon that ends is not held up for long.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// The VMs that are sampled.
+/// The VMs that are sampled; those of the thread that does.
 #[derive(Default)]
-pub struct Samplings(Common<BTreeMap<VmName, Known>>);
+struct Samplings(BTreeMap<VmName, Sampled>);
 
-struct Known {
+struct Sampled {
     /// A VM that was started anew is another one.
     machine: Weak<()>,
     sampling: Sampling,
 }
 
-impl Known {
-    fn new(machine: &Machine) -> Known {
-        Known { machine: machine.presence(), sampling: Sampling::new(machine.ram().pages()) }
+impl Sampled {
+    fn new(machine: &Machine) -> Sampled {
+        Sampled { machine: machine.presence(), sampling: Sampling::new(machine.ram().pages()) }
     }
 }
 
 impl Samplings {
     /// A period ends, another one begins.
-    fn turn(&self, machine: &Machine, below: impl FnMut(u64) -> u64) {
-        let mut all = self.0.lock();
-        let known = all.entry(machine.definition().name.clone());
-        let known = known.or_insert_with(|| Known::new(machine));
-        if !known.machine.ptr_eq(&machine.presence()) {
-            *known = Known::new(machine);
+    fn turn(&mut self, machine: &Machine, below: impl FnMut(u64) -> u64) {
+        let sampled = self.0.entry(machine.definition().name.clone());
+        let sampled = sampled.or_insert_with(|| Sampled::new(machine));
+        if !sampled.machine.ptr_eq(&machine.presence()) {
+            *sampled = Sampled::new(machine);
         }
         if let Some(accessed) = machine.end_sample() {
-            accessed.iter().for_each(|page| known.sampling.access(page.0));
-            known.sampling.end();
+            accessed.iter().for_each(|page| sampled.sampling.access(page.0));
+            sampled.sampling.end();
         }
-        let pages: Vec<_> = known.sampling.begin(WATCHED, below).map(PageIndex).collect();
+        let pages: Vec<_> = sampled.sampling.begin(WATCHED, below).map(PageIndex).collect();
         if !machine.begin_sample(&pages) {
             debug!(vm = %machine.definition().name, "is not sampled");
         }
     }
 
-    fn forget_gone(&self) {
-        self.0.lock().retain(|_, known| known.machine.strong_count() > 0);
+    /// Forgets those that are gone, and gives the working sets of the others, as far as they are known.
+    fn working_sets(&mut self) -> WorkingSets {
+        self.0.retain(|_, sampled| sampled.machine.strong_count() > 0);
+        let known = self.0.iter().filter_map(|(vm, sampled)| {
+            let pages = sampled.sampling.estimate()?;
+            Some((vm.clone(), (sampled.machine.clone(), pages)))
+        });
+        known.collect()
     }
 }
+
+/// Working sets in pages, and the machine that each is of.
+pub(super) type WorkingSets = BTreeMap<VmName, (Weak<()>, u64)>;
 
 impl Snapshots {
     /// The working set of a machine in pages, if it was sampled for a period at least.
     pub(super) fn sampled(&self, machine: &Machine) -> Option<u64> {
-        let all = self.samplings.0.lock();
-        let known = all.get(&machine.definition().name)?;
-        known.machine.ptr_eq(&machine.presence()).then(|| known.sampling.estimate())?
+        let known = self.known.lock();
+        let (of, pages) = known.working_sets.get(&machine.definition().name)?;
+        of.ptr_eq(&machine.presence()).then_some(*pages)
     }
 
     /// The same, of the machine that was sampled last under this name, if there still is one.
     pub(crate) fn sampled_pages(&self, vm: &VmName) -> Option<u64> {
-        let all = self.samplings.0.lock();
-        let known = all.get(vm).filter(|known| known.machine.strong_count() > 0)?;
-        known.sampling.estimate()
+        let known = self.known.lock();
+        let (of, pages) = known.working_sets.get(vm)?;
+        (of.strong_count() > 0).then_some(*pages)
     }
 }
 
@@ -90,6 +97,7 @@ pub(crate) fn start(host: &Arc<Host>) {
     let started = thread::Builder::new().name("sampling".to_owned()).spawn(move || {
         let random = RandomState::new();
         let (mut drawn, mut due) = (0_u64, Instant::now() + PERIOD);
+        let mut samplings = Samplings::default();
         loop {
             thread::sleep(LOOK);
             let Some(host) = host.upgrade().filter(|host| !host.is_closing()) else { return };
@@ -98,12 +106,13 @@ pub(crate) fn start(host: &Arc<Host>) {
             }
             due = Instant::now() + PERIOD;
             for vm in host.running() {
-                host.snapshots.samplings.turn(&vm.machine(), |bound| {
+                samplings.turn(&vm.machine(), |bound| {
                     drawn += 1;
                     random.hash_one(drawn) % bound
                 });
             }
-            host.snapshots.samplings.forget_gone();
+            let known = samplings.working_sets();
+            host.snapshots.known.lock().working_sets = known;
         }
     });
     if let Err(error) = started {

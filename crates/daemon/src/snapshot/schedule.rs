@@ -60,7 +60,7 @@ fn run(host: &Weak<Host>, name: &GroupName, cluster: &ClusterConfig) {
                 }
             }
             let (group, reason) = (name.clone(), error.to_string());
-            host.troubles.lock().note_snapshot(name, Some(format!("cannot be taken: {reason}")));
+            host.findings.lock().note_snapshot(name, Some(format!("cannot be taken: {reason}")));
             host.events.record(EventKind::SnapshotFailed { group, reason });
             continue;
         }
@@ -71,7 +71,7 @@ fn run(host: &Weak<Host>, name: &GroupName, cluster: &ClusterConfig) {
         if let Some(words) = &kept {
             warn!("scheduled snapshots of {name} {words}");
         }
-        host.troubles.lock().note_snapshot(name, kept);
+        host.findings.lock().note_snapshot(name, kept);
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! The TLS state has one lock, held only to seal and open: never during a
 //! system call on the socket, or a full send buffer would keep acknowledgements
-//! from being read.
+//! from being read. Whoever reads has the buffer for what comes meanwhile.
 
 use super::{explain, names};
 use crate::link::{Next, write_all};
@@ -31,12 +31,16 @@ pub struct NotTls;
 
 /// The TLS state of a connection; the socket stays its owner's.
 pub struct TlsStream {
-    connection: Mutex<Connection>,
-    /// The reader's: what came from the socket and is not opened yet.
-    incoming: Mutex<Incoming>,
+    state: Mutex<State>,
     /// The writer's: held until what was sealed is on its way, in order.
     outgoing: Mutex<Vec<u8>>,
     peer: CertificateDer<'static>,
+}
+
+struct State {
+    connection: Connection,
+    /// What came from the socket and is not opened yet; none while somebody reads more.
+    incoming: Option<Incoming>,
 }
 
 struct Incoming {
@@ -60,8 +64,7 @@ impl TlsStream {
         let peer = shown.context("the peer shows no certificate")?.clone().into_owned();
         let incoming = Incoming { bytes: vec![0; READ_BYTES], next: 0, end: 0 };
         Ok(TlsStream {
-            connection: Mutex::new(connection),
-            incoming: Mutex::new(incoming),
+            state: Mutex::new(State { connection, incoming: Some(incoming) }),
             outgoing: Mutex::new(Vec::new()),
             peer,
         })
@@ -77,45 +80,36 @@ impl TlsStream {
         &self.peer
     }
 
-    /// Reads what is there, at least one byte; none at the connection's end.
+    /// Reads what is there, at least one byte; none at the connection's end. One thread at a time.
     pub fn read(&self, mut socket: &TcpStream, buffer: &mut [u8]) -> io::Result<usize> {
-        let mut incoming = lock(&self.incoming);
         loop {
-            if let Some(length) = self.open(&mut incoming, buffer)? {
-                return Ok(length);
-            }
+            let mut incoming = {
+                let mut state = lock(&self.state);
+                let mut incoming = state.incoming.take().ok_or_else(another_reads)?;
+                let opened = state.open(&mut incoming, buffer);
+                if !matches!(opened, Ok(None)) {
+                    state.incoming = Some(incoming);
+                    return opened.map(Option::unwrap_or_default);
+                }
+                incoming
+            };
             // What was there is opened, also if nothing comes now.
             (incoming.next, incoming.end) = (0, 0);
-            incoming.end = socket.read(&mut incoming.bytes)?;
-            if incoming.end == 0 {
+            let read = socket.read(&mut incoming.bytes);
+            incoming.end = read.as_ref().copied().unwrap_or_default();
+            lock(&self.state).incoming = Some(incoming);
+            if read? == 0 {
                 return Ok(0);
             }
         }
     }
 
-    /// Returns opened bytes, or none if the socket must be read first.
-    fn open(&self, incoming: &mut Incoming, buffer: &mut [u8]) -> io::Result<Option<usize>> {
-        let mut connection = lock(&self.connection);
-        loop {
-            match connection.reader().read(buffer) {
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                result => return result.map(Some),
-            }
-            if incoming.next == incoming.end {
-                return Ok(None);
-            }
-            let mut rest = &incoming.bytes[incoming.next..incoming.end];
-            incoming.next += connection.read_tls(&mut rest)?;
-            connection.process_new_packets().map_err(io::Error::other)?;
-        }
-    }
-
-    /// Whether nothing that came from the peer waits to be read.
+    /// Whether nothing that came from the peer waits to be read, and nobody reads.
     pub fn is_at_rest(&self) -> bool {
-        let incoming = lock(&self.incoming);
-        let state = lock(&self.connection).process_new_packets();
-        incoming.next == incoming.end
-            && state.is_ok_and(|state| state.plaintext_bytes_to_read() == 0)
+        let mut state = lock(&self.state);
+        let opened = state.connection.process_new_packets();
+        state.incoming.as_ref().is_some_and(|incoming| incoming.next == incoming.end)
+            && opened.is_ok_and(|opened| opened.plaintext_bytes_to_read() == 0)
     }
 
     /// Writes everything.
@@ -148,7 +142,7 @@ impl TlsStream {
 
     /// Seals small parts together: each record costs some time and bytes of its own.
     fn seal(&self, batch: &[IoSlice<'_>], outgoing: &mut Vec<u8>) -> io::Result<()> {
-        let mut connection = lock(&self.connection);
+        let connection = &mut lock(&self.state).connection;
         let (sealed, all) = (connection.writer().write_vectored(batch)?, bytes_of(batch));
         if sealed < all {
             return Err(io::Error::other("the TLS connection has a limit again"));
@@ -158,6 +152,28 @@ impl TlsStream {
         }
         Ok(())
     }
+}
+
+impl State {
+    /// Returns opened bytes, or none if the socket must be read first.
+    fn open(&mut self, incoming: &mut Incoming, buffer: &mut [u8]) -> io::Result<Option<usize>> {
+        loop {
+            match self.connection.reader().read(buffer) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                result => return result.map(Some),
+            }
+            if incoming.next == incoming.end {
+                return Ok(None);
+            }
+            let mut rest = &incoming.bytes[incoming.next..incoming.end];
+            incoming.next += self.connection.read_tls(&mut rest)?;
+            self.connection.process_new_packets().map_err(io::Error::other)?;
+        }
+    }
+}
+
+fn another_reads() -> io::Error {
+    io::Error::other("another thread reads this connection")
 }
 
 fn bytes_of(batch: &[IoSlice<'_>]) -> usize {

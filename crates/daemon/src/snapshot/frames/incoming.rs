@@ -1,29 +1,22 @@
 //! Frames and news of members that come from another host.
 
-use super::Fabric;
 use super::batch::take_first;
 use super::network::{Call, Network};
 use anyhow::ensure;
-use std::sync::{Arc, PoisonError};
+use crossbeam_channel::Sender;
 use understudy_link::link::{Link, read_json};
+use understudy_protocol::HostName;
 use understudy_protocol::wire::{Kind, Message};
-use understudy_protocol::{GroupName, HostName};
 use understudy_replication::handshake::Welcome;
-use understudy_threads::Mutex;
 
 /// Reads what `peer` sends to the members of a cluster, until the connection ends.
 pub(crate) fn serve(
-    fabric: &Fabric,
+    network: &Network,
     own: &HostName,
     peer: &HostName,
-    cluster: &GroupName,
     link: &Link,
 ) -> anyhow::Result<()> {
-    let network = fabric.network(cluster);
-    let turn = take_turn(&network, peer, link);
-    // What came over an earlier connection is all through before anything of this one is.
-    // It guards nothing but the order.
-    let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
+    let _reading = take_turn(network, peer, link);
     link.send_json(Kind::Welcome, &Welcome::of(own))?;
     link.set_read_timeout(None)?;
     loop {
@@ -32,22 +25,21 @@ pub(crate) fn serve(
             // As it ends when the last member there is gone, or that host is.
             Err(_) => return Ok(()),
         };
-        take(&network, peer, &message)?;
+        take(network, peer, &message)?;
     }
 }
 
-/// Ends the host's last connection, if there is one; gives whose turn it is to read.
-fn take_turn(network: &Network, peer: &HostName, link: &Link) -> Arc<Mutex<()>> {
-    let mut state = network.state();
-    let turn = match state.incoming.remove(peer) {
-        Some((last, turn)) => {
-            last.close();
-            turn
-        }
-        None => Arc::default(),
-    };
-    state.incoming.insert(peer.to_owned(), (link.clone(), turn.clone()));
-    turn
+/// Ends the host's last connection, if there is one, and waits until what came over it is all through:
+/// nothing of this one is before. What is returned is to be dropped when this one is at its end.
+fn take_turn(network: &Network, peer: &HostName, link: &Link) -> Sender<()> {
+    let (reading, end) = crossbeam_channel::bounded(0);
+    let former = network.state().incoming.insert(peer.to_owned(), (link.clone(), end));
+    if let Some((last, end)) = former {
+        last.close();
+        // Nothing is ever said: its thread lets go of the other end, and has waited for those before.
+        let _ = end.recv();
+    }
+    reading
 }
 
 fn take(network: &Network, peer: &HostName, message: &Message) -> anyhow::Result<()> {

@@ -1,7 +1,7 @@
 //! Frames between the members of a cluster, on whatever hosts, and those of them that are in
 //! flight across a snapshot (docs/cluster.md, "Frames between members").
 //!
-//! Whoever starts or restores a member's VM calls [`Fabric::join`]. From then on what its guest
+//! Whoever starts or restores a member's VM calls [`join`]. From then on what its guest
 //! sends to other members goes in envelopes with its colour: to a member on this host from
 //! queue to queue, to another host over a connection of its own for each direction. It waits
 //! for its epoch's commit like all output, so a member may be protected; what it receives is to
@@ -16,7 +16,7 @@
 //! coordinator says ABANDON ─▶ Seat::abandoned
 //! ```
 //!
-//! and after a restore, once the machine is there and before it goes live: [`Fabric::join`]
+//! and after a restore, once the machine is there and before it goes live: [`join`]
 //! with a greater incarnation, then [`Seat::deliver`].
 
 mod batch;
@@ -28,22 +28,19 @@ mod roster;
 mod seat;
 
 pub(crate) use incoming::serve;
+pub(crate) use network::Network;
 pub use seat::Seat;
 use std::thread::Builder;
 use tracing::warn;
-use understudy_protocol::GroupName;
 use understudy_protocol::{HostName, VmName};
 
 use crate::host::Host;
-use network::Network;
-use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 use understudy_machine::Machine;
 use understudy_protocol::Generation;
 use understudy_snapshot::{Incarnation, Member, SnapshotNumber};
-use understudy_threads::Common;
 
 /// Time after which it is looked again whether members are gone and whether there are new hosts.
 const LOOK: Duration = Duration::from_millis(500);
@@ -60,10 +57,8 @@ pub trait CutListener: Send + Sync {
     fn log_complete(&self, number: SnapshotNumber);
 }
 
-/// A VM that becomes a member.
+/// A VM that becomes a member of a cluster.
 pub struct Joining {
-    /// The cluster's name.
-    pub cluster: GroupName,
     /// The members' names, in the same order on all hosts.
     pub members: Vec<VmName>,
     /// Member that it is.
@@ -78,34 +73,21 @@ pub struct Joining {
     pub listener: Arc<dyn CutListener>,
 }
 
-/// The networks of the clusters that have members on this host.
-#[derive(Default)]
-pub struct Fabric(Common<BTreeMap<GroupName, Arc<Network>>>);
-
-impl Fabric {
-    /// The machine, which does not run yet or runs here, is a member from now on, until its
-    /// ports are gone. Joining once more, with whatever number, replaces what was.
-    ///
-    /// # Errors
-    /// If the cluster lives a later incarnation on this host.
-    pub fn join(
-        &self,
-        host: &Arc<Host>,
-        machine: &Machine,
-        joining: Joining,
-    ) -> anyhow::Result<Seat> {
-        let network = self.network(&joining.cluster);
-        let member = joining.member;
-        network.join(machine, joining)?;
-        tend(&Arc::downgrade(host), &network);
-        Ok(Seat::new(network, member))
-    }
-
-    fn network(&self, cluster: &GroupName) -> Arc<Network> {
-        let mut networks = self.0.lock();
-        let network = networks.entry(cluster.to_owned());
-        network.or_insert_with(|| Network::new(cluster)).clone()
-    }
+/// The machine, which does not run yet or runs here, is a member from now on, until its
+/// ports are gone. Joining once more, with whatever number, replaces what was.
+///
+/// # Errors
+/// If the cluster lives a later incarnation on this host.
+pub(super) fn join(
+    host: &Arc<Host>,
+    network: Arc<Network>,
+    machine: &Machine,
+    joining: Joining,
+) -> anyhow::Result<Seat> {
+    let member = joining.member;
+    network.join(machine, joining)?;
+    tend(&Arc::downgrade(host), &network);
+    Ok(Seat::new(network, member))
 }
 
 /// Looks after a network until no member of it is left here.

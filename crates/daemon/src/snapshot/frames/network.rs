@@ -9,6 +9,7 @@ use super::outgoing::Outgoing;
 use super::roster::{MemberCards, Place, Roster, Route};
 use super::{CutListener, Joining};
 use anyhow::ensure;
+use crossbeam_channel::Receiver;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
@@ -23,7 +24,7 @@ use understudy_qemu::definition::CardDefinition;
 use understudy_snapshot::{
     Cut, CutAction, CutEvent, Envelope, Incarnation, Member, SnapshotNumber,
 };
-use understudy_threads::{Common, Mutex, MutexGuard};
+use understudy_threads::{Common, MutexGuard};
 
 /// A frame with its header, and the card that it is for if it is for one of several.
 #[derive(Clone, Debug)]
@@ -48,7 +49,7 @@ pub(super) struct Presence {
 }
 
 /// See the module.
-pub(super) struct Network {
+pub(crate) struct Network {
     pub name: GroupName,
     state: Common<State>,
 }
@@ -62,8 +63,8 @@ pub(super) struct State {
     pub locals: BTreeMap<Member, Local>,
     /// Connections to other hosts, up or not, by host.
     pub outgoing: BTreeMap<HostName, Arc<Outgoing>>,
-    /// Connections from other hosts, and whose turn it is to read from that host.
-    pub incoming: BTreeMap<HostName, (Link, Arc<Mutex<()>>)>,
+    /// The last connection from each host, and where its end is heard of.
+    pub incoming: BTreeMap<HostName, (Link, Receiver<()>)>,
     /// Counts those who joined.
     joined: u64,
     /// Whether a thread looks after it.
@@ -116,7 +117,7 @@ impl Network {
         Arc::new(Network { name: name.to_owned(), state: Common::default() })
     }
 
-    pub fn state(&self) -> MutexGuard<'_, State> {
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock()
     }
 
@@ -147,7 +148,7 @@ impl Network {
 
 impl State {
     fn join(&mut self, body: Body, joining: Joining, name: &GroupName) -> anyhow::Result<u64> {
-        let Joining { members, member, generation, incarnation, number, listener, .. } = joining;
+        let Joining { members, member, generation, incarnation, number, listener } = joining;
         ensure!(
             incarnation >= self.incarnation || self.locals.is_empty(),
             "cluster {name} has been restored since: this is incarnation {}, the message is of {}",

@@ -1,4 +1,5 @@
 use super::super::batch::take_first;
+use super::super::outgoing::Taker;
 use super::*;
 use understudy_network::{HEADER_BYTES, MacAddress};
 use understudy_protocol::Generation;
@@ -65,7 +66,6 @@ impl Side {
             machine,
         };
         let joining = Joining {
-            cluster: literal("shop"),
             members: vec![literal("web"), literal("db")],
             member: self.member,
             generation: Generation(1),
@@ -101,10 +101,11 @@ impl Side {
 
     /// Everything that waits for the other host gets there.
     fn deliver(&self, own: &str, other: &Side) {
+        let mut taker = Taker::new(&self.way);
         loop {
             // Something to end with, so that nothing is waited for.
             self.way.put(b"end", false);
-            let (kind, bytes) = self.way.next().unwrap();
+            let (kind, bytes) = taker.next().unwrap();
             if kind == Kind::Presence {
                 let presence = serde_json::from_slice(&bytes).unwrap();
                 other.network.state().learn(&own.parse().unwrap(), presence);

@@ -7,7 +7,7 @@ use crate::host::Host;
 use anyhow::Context;
 use crossbeam_channel::{Receiver, Sender};
 use serde_json::to_vec;
-use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -18,7 +18,6 @@ use understudy_protocol::HostName;
 use understudy_protocol::wire::Kind;
 use understudy_replication::handshake::Purpose;
 use understudy_snapshot::Envelope;
-use understudy_threads::Common;
 
 /// Bytes of frames that may wait; over it frames are lost, as on any switch.
 const QUEUE_BYTES: usize = 8 << 20;
@@ -27,146 +26,170 @@ const RETRY: Duration = Duration::from_millis(300);
 /// Time for the other host to take something.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Frames and words that wait for the connection, unless it is closed.
+/// Frames and words that wait for the connection, unless it is closed. What is put there is put under
+/// the network's lock, and taken by the connection's thread.
 pub(super) struct Outgoing {
-    queue: Common<Queue>,
-    /// Whether it has changed since the connection's thread looked: one word is enough.
-    changed: (Sender<()>, Receiver<()>),
-}
-
-#[derive(Default)]
-struct Queue {
-    items: VecDeque<Item>,
-    bytes: usize,
-    dropped: u64,
+    items: (Sender<Item>, Receiver<Item>),
+    /// Bytes of messages that wait.
+    waiting: AtomicUsize,
+    /// Number of the connection that is up; 0 is none.
+    up: AtomicU64,
     /// Counts the connections.
-    connection: u64,
-    is_up: bool,
-    is_over: bool,
+    connections: AtomicU64,
+    is_over: AtomicBool,
 }
 
 enum Item {
-    Presence(Vec<u8>),
-    Message(Box<[u8]>),
+    /// For the connection of this number.
+    Presence(u64, Vec<u8>),
+    Message(u64, Box<[u8]>),
+    /// Nothing waits: look whether the connection is still there.
+    Look,
 }
 
 impl Outgoing {
     pub fn new() -> Arc<Outgoing> {
-        Arc::new(Outgoing { queue: Common::default(), changed: crossbeam_channel::bounded(1) })
+        Arc::new(Outgoing {
+            items: crossbeam_channel::unbounded(),
+            waiting: AtomicUsize::new(0),
+            up: AtomicU64::new(0),
+            connections: AtomicU64::new(0),
+            is_over: AtomicBool::new(false),
+        })
     }
 
     /// Whether messages get through.
     pub fn is_up(&self) -> bool {
-        self.queue.lock().is_up
+        self.present().is_some()
+    }
+
+    fn present(&self) -> Option<u64> {
+        Some(self.up.load(Ordering::Acquire)).filter(|&up| up != 0)
     }
 
     /// Sends a message behind those before it. One that may not be lost waits in any case;
     /// without a connection it need not, for each begins with such.
     pub fn put(&self, message: &[u8], may_be_lost: bool) {
-        self.queue.lock().put(message, may_be_lost);
-        self.tell();
+        let Some(connection) = self.present() else { return };
+        let waiting = self.waiting.load(Ordering::Acquire) + message.len();
+        if may_be_lost && waiting > QUEUE_BYTES {
+            return;
+        }
+        self.waiting.fetch_add(message.len(), Ordering::AcqRel);
+        self.push(Item::Message(connection, message.into()));
     }
 
     /// Says who runs here, then gives their numbers.
     pub fn put_presence(&self, presence: &Presence, signs: &[Envelope]) {
-        self.queue.lock().put_presence(presence, signs);
-        self.tell();
+        let Some(connection) = self.present() else { return };
+        let json = to_vec(presence).expect("names and numbers become JSON");
+        self.push(Item::Presence(connection, json));
+        signs.iter().for_each(|sign| self.put(&sign.encode(), false));
     }
 
     /// A connection is there; this comes first. Gives its number.
     pub fn open(&self, presence: &Presence, signs: &[Envelope]) -> u64 {
-        let mut queue = self.queue.lock();
-        queue.is_up = true;
-        queue.connection += 1;
-        queue.put_presence(presence, signs);
-        queue.connection
+        let connection = self.connections.fetch_add(1, Ordering::AcqRel) + 1;
+        self.up.store(connection, Ordering::Release);
+        self.put_presence(presence, signs);
+        connection
     }
 
     /// No more connections.
     pub fn end(&self) {
-        self.queue.lock().is_over = true;
-        self.tell();
+        self.is_over.store(true, Ordering::Release);
+        self.push(Item::Look);
     }
 
     fn is_over(&self) -> bool {
-        self.queue.lock().is_over
+        self.is_over.load(Ordering::Acquire)
     }
 
-    /// The connection of this number is gone, with all that waited.
+    /// The connection of this number is gone, with all that waits.
     pub fn close(&self, connection: u64) {
-        let mut queue = self.queue.lock();
-        if queue.connection == connection {
-            queue.is_up = false;
-            queue.bytes = 0;
-            queue.items.clear();
+        let closed =
+            self.up.compare_exchange(connection, 0, Ordering::AcqRel, Ordering::Acquire).is_ok();
+        if closed {
+            self.push(Item::Look);
         }
-        self.tell();
     }
 
-    fn tell(&self) {
-        // Full if it was told and has not looked yet.
-        let _ = self.changed.0.try_send(());
+    fn push(&self, item: Item) {
+        // The other end is this value's own.
+        let _ = self.items.0.send(item);
     }
 
-    /// The next messages to send; none when the connection is of no more use. Only the
-    /// connection's thread asks.
-    pub fn next(&self) -> Option<(Kind, Vec<u8>)> {
-        let mut queue = self.queue.lock();
-        while queue.items.is_empty() && queue.is_up && !queue.is_over {
-            drop(queue);
-            // Its other end lives as long.
-            let _ = self.changed.1.recv();
-            queue = self.queue.lock();
+    /// Takes an item out, if it is for the present connection; what was for one before is lost with that.
+    fn admit(&self, item: Item) -> Option<Item> {
+        if let Item::Message(_, message) = &item {
+            self.waiting.fetch_sub(message.len(), Ordering::AcqRel);
         }
-        if !queue.is_up || queue.is_over {
-            return None;
+        let present = self.present();
+        match &item {
+            Item::Presence(of, _) | Item::Message(of, _) => present == Some(*of),
+            Item::Look => false,
         }
-        let mut batch = Vec::new();
-        while let Some(item) = queue.items.pop_front() {
-            match item {
-                Item::Presence(json) if batch.is_empty() => return Some((Kind::Presence, json)),
-                presence @ Item::Presence(_) => {
-                    queue.items.push_front(presence);
-                    break;
-                }
-                Item::Message(message) => {
-                    queue.bytes -= message.len();
-                    append(&mut batch, &message);
-                }
-            }
-            if batch.len() >= BATCH_BYTES {
-                break;
-            }
-        }
-        Some((Kind::Frames, batch))
+        .then_some(item)
     }
 
+    /// Waits for so long, unless there are no more connections.
     fn wait(&self, time: Duration) {
         let until = Instant::now() + time;
-        while !self.is_over() && self.changed.1.recv_deadline(until).is_ok() {}
+        // Without a connection nothing that comes is for anybody.
+        while !self.is_over()
+            && let Ok(item) = self.items.1.recv_deadline(until)
+        {
+            self.admit(item);
+        }
     }
 }
 
-impl Queue {
-    fn put(&mut self, message: &[u8], may_be_lost: bool) {
-        if !self.is_up {
-            return;
-        }
-        if may_be_lost && self.bytes + message.len() > QUEUE_BYTES {
-            self.dropped += 1;
-            return;
-        }
-        self.bytes += message.len();
-        self.items.push_back(Item::Message(message.into()));
+/// The connection's thread, as it takes what waits.
+pub(super) struct Taker<'a> {
+    way: &'a Outgoing,
+    /// Word that is next, behind the messages that were taken before it.
+    ahead: Option<Vec<u8>>,
+}
+
+impl Taker<'_> {
+    pub fn new(way: &Outgoing) -> Taker<'_> {
+        Taker { way, ahead: None }
     }
 
-    fn put_presence(&mut self, presence: &Presence, signs: &[Envelope]) {
-        if !self.is_up {
-            return;
+    /// The next messages to send; none when the connection is of no more use.
+    pub fn next(&mut self) -> Option<(Kind, Vec<u8>)> {
+        let mut batch = Vec::new();
+        while self.way.is_up() && !self.way.is_over() {
+            if let Some(json) = self.ahead.take() {
+                return Some((Kind::Presence, json));
+            }
+            let Some(item) = self.wait(batch.is_empty()) else {
+                return Some((Kind::Frames, batch));
+            };
+            match self.way.admit(item) {
+                Some(Item::Presence(_, json)) => {
+                    self.ahead = Some(json);
+                    if !batch.is_empty() {
+                        return Some((Kind::Frames, batch));
+                    }
+                }
+                Some(Item::Message(_, message)) => append(&mut batch, &message),
+                Some(Item::Look) | None => {}
+            }
+            if batch.len() >= BATCH_BYTES {
+                return Some((Kind::Frames, batch));
+            }
         }
-        let json = to_vec(presence).expect("names and numbers become JSON");
-        self.items.push_back(Item::Presence(json));
-        signs.iter().for_each(|sign| self.put(&sign.encode(), false));
+        None
+    }
+
+    /// The next item: one that is there already, or one that comes, if it may wait.
+    fn wait(&self, may_wait: bool) -> Option<Item> {
+        match may_wait {
+            // Its other end lives as long.
+            true => Some(self.way.items.1.recv().unwrap_or(Item::Look)),
+            false => self.way.items.1.try_recv().ok(),
+        }
     }
 }
 
@@ -215,7 +238,8 @@ fn dial(host: &Host, network: &Network, peer: &HostName) -> anyhow::Result<Link>
 fn send(network: &Network, way: &Arc<Outgoing>, link: &Link) -> anyhow::Error {
     let connection = network.state().open(way);
     watch(way.clone(), link.clone(), connection);
-    while let Some((kind, bytes)) = way.next() {
+    let mut taker = Taker::new(way);
+    while let Some((kind, bytes)) = taker.next() {
         if let Err(error) = link.send_parts(kind, Epoch(0), &[&bytes]) {
             way.close(connection);
             return error.into();
