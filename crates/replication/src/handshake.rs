@@ -21,9 +21,13 @@ use understudy_qemu::definition::{CardDefinition, ForeignDefinition};
 use understudy_qemu::tsc::TscRate;
 use understudy_qemu::{Accelerator, ClockBase, CpuNeeds, Release, Vendor};
 use understudy_report::{DiskReads, Mode, ProtectRequest};
+use understudy_threads::spawn;
 
 /// Time that a connection to a peer may take.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// Time that an address has before the next one is tried beside it.
+const STAGGER: Duration = Duration::from_millis(100);
 
 /// The paths that a peer may have.
 pub const MOST_PATHS: usize = 8;
@@ -344,14 +348,19 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// Dials the first of a peer's addresses that answers; returns which one it is.
+    /// Dials the first of a peer's addresses that answers; returns which one it is. Only there it
+    /// says hello: what is asked for is asked for once.
     pub fn dial_first(
         &self,
         peer: &HostName,
         addresses: &[SocketAddr],
         purpose: impl Fn(PathIndex) -> Purpose,
     ) -> anyhow::Result<(Link, PathIndex)> {
-        first_that_answers(addresses, |path, address| self.dial(peer, address, purpose(path)))
+        let (dialler, host) = (self.clone(), peer.clone());
+        let reach = move |address| dialler.reach(connect(address)?, &host, address);
+        let (link, path) = first_reached(addresses, reach)?;
+        link.send_json(Kind::Hello, &self.hello(purpose(path)))?;
+        Ok((link, path))
     }
 
     /// Dials the first of a peer's addresses that answers, about a VM; returns the answer, which
@@ -414,10 +423,19 @@ impl Identity {
         address: SocketAddr,
         hello: &Hello,
     ) -> anyhow::Result<Link> {
-        let link = Link::dialled(socket, peer, self.tls.as_deref())
-            .with_context(|| format!("host {peer} at {address}"))?;
+        let link = self.reach(socket, peer, address)?;
         link.send_json(Kind::Hello, hello)?;
         Ok(link)
+    }
+
+    fn reach(
+        &self,
+        socket: TcpStream,
+        peer: &HostName,
+        address: SocketAddr,
+    ) -> anyhow::Result<Link> {
+        Link::dialled(socket, peer, self.tls.as_deref())
+            .with_context(|| format!("host {peer} at {address}"))
     }
 
     fn hello(&self, purpose: Purpose) -> Hello {
@@ -445,6 +463,43 @@ fn first_that_answers<T>(
                 debug!("{error:#}");
                 first_error.get_or_insert(error);
             }
+        }
+    }
+    Err(first_error.context("the peer has no address")?)
+}
+
+/// Reaches the first of a peer's addresses that answers; returns which one it is. Each is given a
+/// moment, then the next one is tried beside it: a dead path takes no time from one that is not.
+fn first_reached<T: Send + 'static>(
+    addresses: &[SocketAddr],
+    reach: impl Fn(SocketAddr) -> anyhow::Result<T> + Clone + Send + 'static,
+) -> anyhow::Result<(T, PathIndex)> {
+    let (tell, told) = crossbeam_channel::unbounded();
+    let mut tell = Some(tell);
+    let mut untried = (0..).map(PathIndex).zip(addresses.iter().copied());
+    let mut first_error = None;
+    loop {
+        let heard = match (untried.next(), &tell) {
+            (Some((path, address)), Some(tell)) => {
+                let (tell, reach) = (tell.clone(), reach.clone());
+                // Whoever comes too late is not listened to any more, and hangs up.
+                let dial = move || drop(tell.send((path, reach(address))));
+                spawn(format!("dial-{address}"), dial).context("cannot start a thread")?;
+                told.recv_timeout(STAGGER).ok()
+            }
+            _ => {
+                tell = None;
+                let Ok(heard) = told.recv() else { break };
+                Some(heard)
+            }
+        };
+        match heard {
+            Some((path, Ok(reached))) => return Ok((reached, path)),
+            Some((_, Err(error))) => {
+                debug!("{error:#}");
+                first_error.get_or_insert(error);
+            }
+            None => {}
         }
     }
     Err(first_error.context("the peer has no address")?)

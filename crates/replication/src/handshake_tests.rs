@@ -110,6 +110,40 @@ fn keepers_are_offered_by_those_that_have_them_alone() {
     assert!(serde_json::from_value::<Hello>(offering).is_err());
 }
 
+fn addresses<const N: usize>() -> [SocketAddr; N] {
+    std::array::from_fn(|path| SocketAddr::from(([192, 0, 2, path as u8], 7)))
+}
+
+// Before, a survey had used all of its time up where the first path was dead.
+#[test]
+fn a_dead_path_takes_no_time_from_one_that_is_not() {
+    let (leave, dead) = crossbeam_channel::bounded::<()>(0);
+    let reach = move |address: SocketAddr| match address == addresses::<2>()[0] {
+        true => Err(dead.recv().unwrap_err().into()),
+        false => Ok(address),
+    };
+    let reached = first_reached(&addresses::<2>(), reach).unwrap();
+    assert_eq!(reached, (addresses::<2>()[1], PathIndex(1)));
+    drop(leave);
+}
+
+#[test]
+fn the_first_path_is_taken_where_it_answers_and_refusals_are_not_waited_for() {
+    let (note, tried) = crossbeam_channel::unbounded();
+    let reach = move |address: SocketAddr| {
+        note.send(address)?;
+        anyhow::ensure!(address != addresses::<3>()[0], "refused");
+        Ok(())
+    };
+    let begun = std::time::Instant::now();
+    assert_eq!(first_reached(&addresses::<3>(), reach.clone()).unwrap(), ((), PathIndex(1)));
+    assert!(begun.elapsed() < Duration::from_secs(3));
+    assert_eq!(tried.try_iter().collect::<Vec<_>>(), addresses::<3>()[..2], "no third");
+    let error = first_reached(&addresses::<1>(), reach.clone()).unwrap_err();
+    assert_eq!(error.to_string(), "refused");
+    assert!(first_reached(&[], reach).unwrap_err().to_string().contains("no address"));
+}
+
 /// The answer that a dialler about a VM gets from a peer that has a keeper of it.
 fn ask(keepers: bool) -> anyhow::Result<Welcome> {
     let listener = std::net::TcpListener::bind("127.0.0.1:0")?;

@@ -5,8 +5,8 @@
 //! a time, in the order of commits; what comes next is decided when one ends:
 //!
 //! ```text
-//! apply, apply, … ─▶ complete the log ─▶ settle ─▶ (all members) ─▶ write the record ─▶ (all) ─▶ start ─▶ open
-//!                └─▶ forget ─▶ the primary hangs up ─▶ end    (none) ─▶ halt ─▶ hand back ─▶ forget
+//! apply, apply, … ─▶ complete the log ─▶ settle ─▶ (all members) ─▶ write the record ─▶ (all) ─▶ start ─▶ (all) ─▶ open
+//!                └─▶ forget ─▶ the primary hangs up ─▶ end    (none) ─▶ halt ─▶ (all) ─▶ hand back ─▶ forget
 //! ```
 
 mod fitness;
@@ -346,7 +346,10 @@ impl Standby {
                     Copy::Failed(reason) => reason.clone(),
                     Copy::Filling | Copy::Whole => String::new(),
                 };
-                self.decide(now, BackupEvent::NotStarted(reason), effects);
+                // The former primary may run the VMs once none does here.
+                if self.members.iter().all(|member| !member.takes_over) {
+                    self.decide(now, BackupEvent::NotStarted(reason), effects);
+                }
             }
             (Errand::Forget, _) => {
                 effects.push(Effect::Say(place, Word::StoodDown));

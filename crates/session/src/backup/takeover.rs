@@ -1,7 +1,8 @@
 //! The way of a group that was won, from the last epoch to guests that run: all members go it, or none.
 //!
-//! They wait for each other twice: until all are settled no record is written, and until all records are written no
-//! guest runs. Till then the former primary may have the group back, since a disk may hang.
+//! They wait for each other three times: until all are settled no record is written, until all records are written no
+//! guest runs, and until all guests run nothing leaves any. Till the second the former primary may have the group back,
+//! since a disk may hang; till the third it gets it back if a guest cannot be started.
 
 use super::Standby;
 use super::member::Copy;
@@ -29,21 +30,17 @@ impl Standby {
                 self.settled(now, place, generation, effects);
             }
             (Errand::Activate(_), Ok(())) => self.recorded(now, place, effects),
-            (Errand::Complete | Errand::Settle | Errand::Activate(_), Err(reason)) => {
-                self.cannot_start(place, reason, effects);
-            }
-            (Errand::Start, Err(reason)) if self.size == 1 && !planted!(OpenWhatIsDead) => {
-                self.end_attempt(place, reason, effects);
-            }
-            (Errand::Start, Ok(())) => self.have_done(place, Errand::Open, effects),
-            (Errand::Start, Err(_)) if planted!(OpenWhatIsDead) => {
-                self.have_done(place, Errand::Open, effects);
-            }
+            (Errand::Start, Err(_)) if planted!(OpenWhatIsDead) => self.started(place, effects),
+            (Errand::Start, Ok(())) => self.started(place, effects),
+            (
+                Errand::Complete | Errand::Settle | Errand::Activate(_) | Errand::Start,
+                Err(reason),
+            ) => self.cannot_start(place, reason, effects),
             (Errand::Open, Ok(())) => {
                 self.end_live(place, generation, Ending::Live(generation, because), effects);
             }
-            // Others of a group may run by now, which is owned as a whole.
-            (Errand::Start | Errand::Open, Err(reason)) => {
+            // What others of a group have sent may have left by now, which is owned as a whole.
+            (Errand::Open, Err(reason)) => {
                 self.end_live(place, generation, Ending::Failed(generation, reason), effects);
             }
             _ => {}
@@ -90,6 +87,15 @@ impl Standby {
                 false => self.end_returned(place, effects),
             }
         }
+    }
+
+    /// A member's guest runs, and nothing leaves it: once all do, they are heard.
+    fn started(&mut self, place: Place, effects: &mut Vec<Effect>) {
+        let Some(answers) = self.gather(place, Ok(())) else { return };
+        if answers.iter().any(Result::is_err) {
+            return self.end_attempts(answers, effects);
+        }
+        (0..self.members.len()).for_each(|place| self.have_done(place, Errand::Open, effects));
     }
 
     fn end_returned(&mut self, place: Place, effects: &mut Vec<Effect>) {

@@ -202,6 +202,36 @@ fn the_members_of_a_group_go_live_all_or_none() {
     }
 }
 
+// Before, a member that started was live at once, and the former primary halted all of the group for its sake.
+#[test]
+fn a_group_of_which_one_guest_cannot_be_started_is_handed_back_once_none_runs() {
+    for order in [[0, 1], [1, 0]] {
+        let mut played = Played::won(2);
+        for errand in [Errand::Complete, Errand::Settle, Errand::Activate(Generation(2))] {
+            (0..2).for_each(|place| drop(played.tell(Event::Done(place, errand.clone(), Ok(())))));
+        }
+        let result = |place| if place == 0 { Ok(()) } else { Err("no KVM".to_owned()) };
+        let start = |place| Event::Done(place, Errand::Start, result(place));
+        assert_eq!(played.tell(start(order[0])), [], "nothing leaves it, and nobody hears of it");
+        let halts = [Effect::Do(0, Errand::Halt), Effect::Do(1, Errand::Halt)];
+        assert_eq!(played.tell(start(order[1])), halts);
+        assert_eq!(played.tell(Event::Done(0, Errand::Halt, Ok(()))), [], "the other may run");
+        let effects = played.tell(Event::Done(1, Errand::Halt, Ok(())));
+        assert_eq!(effects, [Effect::HandBack(Generation(2))]);
+    }
+}
+
+#[test]
+fn the_members_of_a_group_are_heard_once_all_run() {
+    let mut played = Played::won(2);
+    for errand in [Errand::Complete, Errand::Settle, Errand::Activate(Generation(2))] {
+        (0..2).for_each(|place| drop(played.tell(Event::Done(place, errand.clone(), Ok(())))));
+    }
+    assert_eq!(played.errands(Event::Done(1, Errand::Start, Ok(()))), []);
+    let open = [(0, Errand::Open), (1, Errand::Open)];
+    assert_eq!(played.errands(Event::Done(0, Errand::Start, Ok(()))), open);
+}
+
 #[test]
 fn the_primary_hears_why_before_a_connection_ends() {
     let mut played = Played::new(1);

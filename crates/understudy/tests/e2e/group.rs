@@ -4,8 +4,8 @@
 //! that the other has forgotten.
 
 use crate::stage::{
-    Calm, LIMIT, PACE, alone, await_forgotten, await_service, close, hand_over, options, play,
-    protection, prove_disk, refusal, repairing_daemon, vms,
+    Calm, LIMIT, PACE, alone, await_forgotten, await_service, close, daemon_passing, fail_over,
+    hand_over, options, play, protection, prove_disk, refusal, repairing_daemon, vms,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -260,6 +260,25 @@ fn one_members_qemu_is_killed_and_the_group_moves() {
         scene.host("a")?.kill_qemu(COMPANION)?;
         prove_survival(scene, client, inner, "b")?;
         await_both_fenced(scene, "a")
+    });
+}
+
+// Before, the member that started was live, and the other, which its former host still had, was ended there.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_group_of_which_one_member_cannot_be_started_stays_whole_where_it_was() {
+    let mut options = SceneOptions { memory_mib: 256, ..options().calm() };
+    options.daemons.insert("b".to_owned(), daemon_passing("before-start=1*return".to_owned()));
+    play_group_with(options, |scene, client, mut inner| {
+        let output = fail_over(scene.host("a")?, VM)?;
+        let words = String::from_utf8_lossy(&output.stderr).into_owned();
+        ensure!(!output.status.success(), "it was handed over");
+        ensure!(words.contains("goes on here without having lost anything"), "{words}");
+        await_both(scene, "a")?;
+        await_service(&client)?;
+        inner.prove_alive()?;
+        await_forgotten(scene, "b")?;
+        prove_disk(scene, "a", close(client)?)
     });
 }
 

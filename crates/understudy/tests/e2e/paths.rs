@@ -3,7 +3,7 @@
 
 use crate::stage::{
     Calm, HOLE_BYTES, LIMIT, PACE, await_service, has_backup, options, play, play_protected,
-    protect_when_taken, protection, prove_survival,
+    protect_when_taken, protection, prove_survival, repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -126,6 +126,26 @@ fn a_path_that_carries_heartbeats_alone_is_left_for_the_other() {
 fn a_host_is_killed_while_a_path_is_down() {
     play_protected(two_paths(), |scene, client| {
         cut_the_one_in_use(scene)?;
+        await_service(&client)?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+// Before, host b was never found again: a survey gives a host less time than the dead path took.
+#[test]
+fn protection_is_restored_to_a_host_whose_first_path_is_dead() {
+    let mut options = two_paths();
+    options.daemons.insert("a".to_owned(), repairing_daemon().calm());
+    play_protected(options, |scene, client| {
+        await_both_up(scene)?;
+        scene.lab().cut_cable("a", 0)?;
+        await_paths(scene, "the data goes over the second path", |paths| {
+            paths[1]["in_use"] == true && paths[0]["up"] == false
+        })?;
+        scene.host_mut("b")?.kill_daemon()?;
+        scene.restart("b")?;
+        scene.await_protected("a", |_| ())?;
         await_service(&client)?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
