@@ -13,6 +13,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
@@ -60,7 +61,7 @@ pub(crate) struct Waiting {
     why: String,
     of: Former,
     /// Whether nobody wants it any more.
-    given_up: bool,
+    given_up: Arc<AtomicBool>,
 }
 
 /// Former holder of a guest.
@@ -80,18 +81,23 @@ enum Former {
 pub(crate) struct Between {
     vm: VmName,
     orphans: Orphans,
+    given_up: Arc<AtomicBool>,
 }
 
 impl Between {
     /// Whether nobody wants it any more.
     pub fn is_given_up(&self) -> bool {
-        self.orphans.is_given_up(&self.vm)
+        self.given_up.load(Ordering::Acquire)
     }
 }
 
 impl Drop for Between {
     fn drop(&mut self) {
-        self.orphans.remove(&self.vm);
+        self.orphans.0.change(|all| {
+            // It may be between two others by now.
+            let own = |it: &Waiting| Arc::ptr_eq(&it.given_up, &self.given_up);
+            all.orphans.get(&self.vm).is_some_and(own).then(|| all.orphans.remove(&self.vm))
+        });
     }
 }
 
@@ -150,8 +156,8 @@ impl Orphans {
 
     /// A VM is between two keepers from now on.
     pub fn expect_keeper(&self, vm: &VmName) -> Between {
-        self.insert(vm, "the next one is about to have it", Former::Keeper);
-        Between { vm: vm.clone(), orphans: self.clone() }
+        let given_up = self.insert(vm, "the next one is about to have it", Former::Keeper);
+        Between { vm: vm.clone(), orphans: self.clone(), given_up }
     }
 
     /// Ends one, if there is one; returns when it has ended.
@@ -165,9 +171,9 @@ impl Orphans {
     }
 
     fn mark_given_up(&self, vm: &VmName) -> bool {
-        self.0.change(|all| {
-            let orphan = all.orphans.get_mut(vm);
-            orphan.map(|orphan| orphan.given_up = true).is_some()
+        self.0.look(|all| {
+            let orphan = all.orphans.get(vm);
+            orphan.map(|orphan| orphan.given_up.store(true, Ordering::Release)).is_some()
         })
     }
 
@@ -194,9 +200,12 @@ impl Orphans {
         self.insert(vm, "its owner is being asked for", Former::Daemon);
     }
 
-    fn insert(&self, vm: &VmName, why: &str, of: Former) {
-        let waiting = Waiting { why: why.to_owned(), of, given_up: false };
+    /// Returns what tells that nobody wants it any more.
+    fn insert(&self, vm: &VmName, why: &str, of: Former) -> Arc<AtomicBool> {
+        let given_up = Arc::<AtomicBool>::default();
+        let waiting = Waiting { why: why.to_owned(), of, given_up: given_up.clone() };
         self.0.change(|all| all.orphans.insert(vm.to_owned(), waiting));
+        given_up
     }
 
     fn remove(&self, vm: &VmName) {
@@ -204,7 +213,8 @@ impl Orphans {
     }
 
     pub fn is_given_up(&self, vm: &VmName) -> bool {
-        self.0.look(|all| all.orphans.get(vm).is_none_or(|orphan| orphan.given_up))
+        let given_up = |it: &Waiting| it.given_up.load(Ordering::Acquire);
+        self.0.look(|all| all.orphans.get(vm).is_none_or(given_up))
     }
 
     /// Notes why one was not taken back by now.

@@ -20,6 +20,20 @@ fn a_guest_whose_thread_hangs_delays_the_end_of_its_daemon_by_no_more_than_the_b
     thread.join().unwrap();
 }
 
+// Before, the first one's end had removed the second, which took that for its operator's wish, and ended the guest.
+#[test]
+fn who_is_between_two_keepers_ends_nobody_elses_wait() {
+    let (orphans, db) = (Orphans::of_inventory(&Inventory::default()), literal("db"));
+    let first = orphans.expect_keeper(&db);
+    let second = orphans.expect_keeper(&db);
+    drop(first);
+    assert!(!second.is_given_up());
+    assert_eq!(orphans.between_keepers(), std::slice::from_ref(&db));
+    assert!(orphans.mark_given_up(&db) && second.is_given_up());
+    drop(second);
+    assert!(orphans.between_keepers().is_empty());
+}
+
 // Before, one that was to be taken back was in no status, for as long as store or arbiter were silent.
 #[test]
 fn whoever_stands_still_is_told_of() {

@@ -13,6 +13,7 @@ use super::order::{Follower, Order};
 use super::start::reap_aside;
 use crate::arrivals::Arrival;
 use crate::host::{Host, internal};
+use crate::orphans::Between;
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -262,10 +263,9 @@ impl Host {
         let (host, vm) = (Arc::downgrade(self), name.clone());
         let between = self.orphans.expect_keeper(name);
         let take = move || {
-            let _between = between;
             let mut due = Instant::now();
             while let Some(host) = host.upgrade() {
-                let Some(next) = host.tend(&vm, due) else { return };
+                let Some(next) = host.tend(&between, &vm, due) else { return };
                 due = next;
                 drop(host);
                 thread::sleep(AGAIN);
@@ -279,11 +279,11 @@ impl Host {
 
     /// Has a keeper started for a guest that stands still, once that is due, unless it is to end; returns when the next
     /// one is due, if one is.
-    fn tend(self: &Arc<Self>, name: &VmName, due: Instant) -> Option<Instant> {
+    fn tend(self: &Arc<Self>, between: &Between, name: &VmName, due: Instant) -> Option<Instant> {
         if self.is_closing() {
             return None;
         }
-        if self.orphans.is_given_up(name) {
+        if between.is_given_up() {
             self.end_left_guest(name);
             return None;
         }
