@@ -276,7 +276,8 @@ mod tests {
     // Before, each was missing on every host, and no imported Windows started on KVM.
     #[test]
     fn a_property_that_is_no_feature_of_the_processor_is_left_to_qemu() {
-        let windows = "Westmere,vme=off,hv-relaxed=on,hv-vapic=on,hv-time=on,hv_vpindex,enforce,l3-cache=on";
+        let windows =
+            "Westmere,vme=off,hv-relaxed=on,hv-vapic=on,hv-time=on,hv_vpindex,enforce,l3-cache=on";
         assert_eq!(missing(windows), [""; 0]);
     }
 
