@@ -125,9 +125,7 @@ impl World {
         };
         let goes_on = record.as_ref().is_some_and(|it| until(it).next() == ownership.generation);
         let owns = goes_on && ownership.host == Some(truth.name());
-        if let (true, Err(why)) =
-            (owns, may_start(&truth.name(), record.as_ref(), &word))
-        {
+        if let (true, Err(why)) = (owns, may_start(&truth.name(), record.as_ref(), &word)) {
             self.violation(format!(
                 "{truth} owns the VM, has its image, and may not start it: {why}"
             ));
