@@ -314,8 +314,9 @@ pub fn may_start(
     let newest = arbiter.generation();
     if *arbiter != ArbiterWord::Silent && own.newest_until() > newest {
         return Err(format!(
-            "the arbiter has lost its records of it: it knows generation {newest}, and the images on \
-             host {host} are of generation {generation}; another host may have run it since"
+            "the images on host {host} are of generation {generation}, and the arbiter knows only \
+             generation {newest}: it is a new one, or has lost its records, and another host may have \
+             run it since"
         ));
     }
     if own.is_behind(newest) {

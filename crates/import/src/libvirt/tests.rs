@@ -386,7 +386,7 @@ fn a_device_that_is_added_later_is_told_a_free_place() {
         (
             domain!("debian12_pc-defined"),
             "pci.0:04.0, the place of `-device qemu-xhci",
-            "pci.0:09.0",
+            "pci.0:05.0",
         ),
         (
             domain!("win11_no-tpm-defined"),
