@@ -48,7 +48,8 @@ fn virtio(draft: &mut Draft<'_>, arguments: &[Argument]) {
     let devices = || arguments.iter().filter(|it| it.option == "-device");
     let is_port = |id: &str| {
         let ports = ["pcie-root-port", "ioh3420", "xio3130-downstream"];
-        !id.is_empty() && devices().any(|it| it.get("id") == id && ports.contains(&it.named(&["driver"])))
+        !id.is_empty()
+            && devices().any(|it| it.get("id") == id && ports.contains(&it.named(&["driver"])))
     };
     let virtio = devices().filter(|it| {
         let drivers = ["virtio-blk", "virtio-net", "virtio-scsi"];
