@@ -210,6 +210,7 @@ impl<'a> Draft<'a> {
         self.disks.sort_by_key(|(order, disk)| (*order, disk.cdrom));
         self.vm.disks.extend(self.disks.drain(..).map(|(_, disk)| disk));
         self.vm.disks.extend(self.variables.take());
+        self.vm.choose_places();
         let is_refused = |findings: &[Finding]| {
             findings.iter().any(|finding| finding.outcome == Outcome::Refused)
         };

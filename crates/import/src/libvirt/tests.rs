@@ -310,6 +310,12 @@ fn disks_are_in_the_order_in_which_they_boot() {
     );
     let vm = definition(&text);
     assert_eq!(vm.disks[0].path.to_str(), Some("/b"));
+    let place = vm.disks[0].pci.as_ref().map(ToString::to_string);
+    assert_eq!(
+        place.as_deref(),
+        Some("pcie.0:04.0"),
+        "a port of the domain's is where it would be"
+    );
 }
 
 // Before, a guest booted its installer again, whatever <os> said.

@@ -69,6 +69,10 @@ fn a_card_that_is_added_later_is_told_a_free_place() {
         "net0: virtio=BC:24:11:2F:5A:7C,bridge=vmbr0\nnet1: virtio=BC:24:11:2F:5A:7D,bridge=vmbr0";
     let pc = WEB.replacen("machine: q35", "machine: pc", 1);
     let text = pc.replacen("net0: virtio=BC:24:11:2F:5A:7C,bridge=vmbr0,firewall=1", second, 1);
+    // Its seventh is behind a bridge there.
+    let seventh = format!("{second}\nnet6: virtio=BC:24:11:2F:5A:7E,bridge=vmbr0");
+    let imported = import(&text.replacen(second, &seventh, 1)).definition.unwrap();
+    assert_eq!(imported.cards[2].pci.as_ref().unwrap().to_string(), "pci.0:03.0");
     let mut vm = import(&text).definition.unwrap();
     let third = CardDefinition {
         pci: None,

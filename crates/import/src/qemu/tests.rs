@@ -154,7 +154,8 @@ fn a_cdrom_comes_before_a_disk_only_if_it_is_to_boot_first() {
     let line = LINE_OF_A_SCRIPT.replacen("-device ide-cd", "", 1);
     let before = line.replacen("-drive 'file", &format!("{cdrom} -drive 'file"), 1);
     assert_eq!(first(&before).to_str(), Some("/srv/my data.raw"));
-    assert_eq!(first(&format!("-cdrom /cd.iso {line}")).to_str(), Some("/srv/my data.raw"));
+    let before = line.replacen("-name web", "-cdrom /cd.iso -name web", 1);
+    assert_eq!(first(&before).to_str(), Some("/srv/my data.raw"));
     let ordered = format!(
         "{line} -drive file=/cd.iso,format=raw,if=none,id=c -device ide-cd,drive=c,bootindex=0"
     );
