@@ -17,7 +17,7 @@ use understudy_machine::Machine;
 use understudy_network::{NetworkError, bridge_exists, filters_vlans};
 use understudy_protocol::HostName;
 use understudy_protocol::VmName;
-use understudy_protocol::validity::{ImageRole, may_start};
+use understudy_protocol::validity::{ArbiterWord, ImageRole, may_start};
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{DiskIndex, Generation, Verdict};
 use understudy_qemu::definition::{CardDefinition, DiskDefinition, DiskFormat};
@@ -266,23 +266,24 @@ impl Host {
     pub(crate) fn check_images(&self, definition: &VmDefinition) -> Result<Past, HostError> {
         let name = &definition.name;
         let record = self.record(name)?;
-        let ownership = match &self.arbiter {
-            Some(arbiter) => arbiter
-                .current(name)
-                .map_err(|error| HostError::new(ErrorKind::Unreachable, error.to_string()))?,
-            None => None,
+        let word = match &self.arbiter {
+            Some(arbiter) => ArbiterWord::Says(
+                arbiter
+                    .current(name)
+                    .map_err(|error| HostError::new(ErrorKind::Unreachable, error.to_string()))?,
+            ),
+            None => ArbiterWord::Silent,
         };
         let own = record.as_ref().map(|record| &record.image);
         let refuse = |why: String| {
             let message = format!("{name} cannot be started here: {why}; {}", self.remedy(name));
             HostError::new(ErrorKind::Conflict, message)
         };
-        may_start(&self.config.name, own, ownership.as_ref()).map_err(refuse)?;
+        may_start(&self.config.name, own, &word).map_err(refuse)?;
         if let Some(record) = &record {
             self.check_paths(definition, record)?;
         }
-        let newest = ownership.map_or(Generation(0), |owner| owner.generation);
-        let newest = newest.max(own.map_or(Generation(0), |own| own.generation));
+        let newest = word.generation().max(own.map_or(Generation(0), |own| own.generation));
         Ok(Past::of(record, newest))
     }
 

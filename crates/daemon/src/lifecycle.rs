@@ -281,7 +281,7 @@ impl Host {
                     Some(peer) => EventKind::HandedOver { peer },
                     None => EventKind::Fenced { reason: reason.clone() },
                 });
-                self.fence(vm, reason);
+                self.fence_as(vm, reason, elsewhere);
                 if heir.is_some() {
                     // Nothing went wrong: this host has nothing to do with it any more.
                     self.vms.remove(vm.name());
@@ -319,11 +319,17 @@ impl Host {
         }
     }
 
-    /// The VM lives elsewhere, or nowhere.
+    /// The VM has ended here, and may be nobody's.
     pub(crate) fn fence(&self, vm: &PrimaryVm, reason: String) {
+        self.fence_as(vm, reason, false);
+    }
+
+    /// The VM lives elsewhere, or nowhere.
+    pub(crate) fn fence_as(&self, vm: &PrimaryVm, reason: String, elsewhere: bool) {
         vm.machine().halt();
         let name = vm.name().to_owned();
-        let fenced = FencedVm { name: name.clone(), generation: vm.generation(), reason };
+        let generation = vm.generation();
+        let fenced = FencedVm { name: name.clone(), generation, reason, elsewhere };
         let is_it = |current: Option<&Vm>| matches!(current, Some(Vm::Primary(it)) if std::ptr::eq(&**it, vm));
         self.vms.put_if(&name, Vm::Fenced(Arc::new(fenced)), is_it);
     }

@@ -75,6 +75,8 @@ pub struct FencedVm {
     pub generation: Generation,
     /// Reason why it lost it.
     pub reason: String,
+    /// Whether another host has it: else the copy has merely ended.
+    pub elsewhere: bool,
 }
 
 impl PrimaryVm {
@@ -314,6 +316,7 @@ impl FencedVm {
     fn status(&self) -> VmStatus {
         VmStatus {
             generation: self.generation,
+            elsewhere: self.elsewhere,
             protection: Protection::Degraded { reason: self.reason.clone() },
             events: vec![self.reason.clone()],
             ..VmStatus::new(&self.name, Role::Fenced)

@@ -247,6 +247,9 @@ pub struct VmStatus {
     pub role: Role,
     /// Whether the guest executes on this host now.
     pub live: bool,
+    /// Whether its copy here was halted because another host has the VM, or was to have it.
+    #[serde(default)]
+    pub elsewhere: bool,
     /// The process that keeps it, if that is not the daemon.
     #[serde(default)]
     pub keeper_pid: Option<u32>,
@@ -386,6 +389,7 @@ impl VmStatus {
             name: name.to_owned(),
             role,
             live: false,
+            elsewhere: false,
             keeper_pid: None,
             generation: Generation(0),
             epoch: Epoch(0),

@@ -307,7 +307,7 @@ impl Host {
     fn fenced(&self, vm: &VmName, reason: &str) -> End {
         let record = self.record(vm).ok().flatten();
         let generation = record.map(|record| record.image.generation).unwrap_or_default();
-        End::Fenced { generation, reason: reason.to_owned() }
+        End::Fenced { generation, reason: reason.to_owned(), elsewhere: false }
     }
 
     /// Protects a VM to the host that backed it up until its keeper was replaced, or looks for another one.

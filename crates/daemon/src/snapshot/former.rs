@@ -12,7 +12,7 @@ use understudy_cluster::messages::RestoreTask;
 use understudy_disk::incomplete_mark;
 use understudy_machine::custody::OF_RESTORE;
 use understudy_machine::{Machine, tpm};
-use understudy_protocol::validity::{ImageRole, may_start};
+use understudy_protocol::validity::{ArbiterWord, ImageRole, may_start};
 use understudy_protocol::{Generation, HostName, Ownership, VmName};
 use understudy_replication::records::{Record, Restoring};
 use understudy_report::error::HostError;
@@ -125,7 +125,8 @@ impl Host {
 /// said before, are so again: what ran at the generation that the restore has won is gone. Nobody but its operator
 /// starts the VM on them.
 fn newest_again(mut former: Record, won: Generation, before: &Ownership) -> Record {
-    if may_start(&former.image.host, Some(&former.image), Some(before)).is_ok() {
+    let before = ArbiterWord::Says(Some(before.clone()));
+    if may_start(&former.image.host, Some(&former.image), &before).is_ok() {
         former.image.claimed_from = former.image.claimed_from.max(Some(won));
     }
     former.wanted = false;
@@ -188,7 +189,8 @@ mod tests {
             let former = records.of(ImageRole::Active, Generation(3), &definition);
             let former = newest_again(former, Generation(newest + 1), &before);
             let released = Ownership { host: None, generation: Generation(newest + 2) };
-            may_start(&literal("c"), Some(&former.image), Some(&released)).is_ok()
+            let released = ArbiterWord::Says(Some(released));
+            may_start(&literal("c"), Some(&former.image), &released).is_ok()
         };
         assert!(may_start_after(None, 4), "it was stopped here");
         assert!(!may_start_after(Some("a"), 4), "host a took it over");

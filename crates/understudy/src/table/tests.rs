@@ -14,6 +14,7 @@ pub fn example(protection: Protection) -> VmStatus {
         role: Role::Primary,
         keeper_pid: None,
         live: true,
+        elsewhere: false,
         generation: Generation(3),
         epoch: Epoch(1234),
         group: None,

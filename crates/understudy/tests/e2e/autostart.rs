@@ -54,12 +54,27 @@ fn ensure_nothing(scene: &Scene, host: &str) -> Result<()> {
 
 /// Host b had taken the guest over from host a when it died; host a is up again, alone.
 fn leave_former_primary_alone(scene: &mut Scene) -> Result<()> {
+    lose_both_after_a_take_over(scene)?;
+    scene.restart("a")
+}
+
+fn lose_both_after_a_take_over(scene: &mut Scene) -> Result<()> {
     set_autostart(scene)?;
     scene.protected_guest("a", "b")?;
     scene.host_mut("a")?.kill_everything()?;
     scene.await_live("b")?;
-    lose(scene, &["b"])?;
-    scene.restart("a")
+    lose(scene, &["b"])
+}
+
+/// Puts a new arbiter in the place of the one that there was, as docs/operating.md says.
+fn renew_arbiter(scene: &Scene) -> Result<()> {
+    let directory = scene.lab().arbiter_directory();
+    fs::remove_dir_all(&directory)?;
+    fs::create_dir(&directory)?;
+    for host in ["a", "b"] {
+        fs::remove_file(scene.host(host)?.directory().join("state/arbiter.id"))?;
+    }
+    Ok(())
 }
 
 pub(crate) fn await_coming_up(scene: &Scene, host: &str) -> Result<()> {
@@ -235,6 +250,31 @@ fn a_former_primary_waits_for_its_successor() {
         ensure!(told.contains("is to come up here") && told.contains(&reason), "{told}");
         let (_, words) = refusal(scene.host("a")?, &["unprotect", VM])?;
         ensure!(words.contains("is to come up here"), "{words}");
+        scene.restart("b")?;
+        await_coming_up(scene, "b")?;
+        wait_for("host a to leave it to host b", LIMIT, || {
+            Ok(awaited(scene, "a")?.is_none().then_some(()))
+        })?;
+        ensure_nothing(scene, "a")
+    });
+}
+
+// Before, it came up on its old images: an arbiter that knew nothing of the guest was taken at its word.
+#[test]
+fn a_former_primary_waits_for_its_successor_if_the_arbiter_has_lost_its_records() {
+    play(hasty(), |scene| {
+        lose_both_after_a_take_over(scene)?;
+        renew_arbiter(scene)?;
+        scene.restart("a")?;
+        wait_for("host a to say what it waits for", LIMIT, || {
+            let is_said = |reason: &String| {
+                reason.contains("has lost its records") && reason.contains("host b")
+            };
+            Ok(awaited(scene, "a")?.filter(is_said))
+        })?;
+        let dry = scene.host("a")?.cli(["recover", VM, "--dry-run", "--json"])?;
+        let found: Value = serde_json::from_slice(&dry.stdout)?;
+        ensure!(found["valid"].is_null(), "{found}");
         scene.restart("b")?;
         await_coming_up(scene, "b")?;
         wait_for("host a to leave it to host b", LIMIT, || {
