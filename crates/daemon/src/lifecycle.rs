@@ -295,6 +295,7 @@ impl Host {
     /// without this note if it has to.
     fn note_generation(&self, vm: &PrimaryVm) {
         if let Err(error) = self.note_generation_of(&vm.machine(), vm.generation()) {
+        fail::fail_point!("note-generation");
             warn!(vm = %vm.name(), "{error}");
         }
     }
