@@ -7,11 +7,13 @@ use crate::lease::FormerLease;
 use crate::lifecycle::check_stays;
 use crate::medium;
 use crate::repair::Wish;
-use crate::vm::{PrimaryVm, Vm};
+use crate::vm::{EndAsked, PrimaryVm, Vm};
 use anyhow::Context;
 use std::sync::Arc;
 use std::time::Duration;
-use tracing::warn;
+use tracing::{info, warn};
+use understudy_disk::Disk;
+use understudy_machine::Plan;
 #[cfg(feature = "fail-points")]
 use understudy_machine::home::Home;
 use understudy_machine::{Machine, Plan};
@@ -268,7 +270,8 @@ impl Host {
                 fail::fail_point!("save-booted", |directory| {
                     self.save_booted(&vm, &directory.expect("return(DIRECTORY)"))
                 });
-                self.end_protection(&vm)?;
+                vm.ask_for_end(EndAsked::ByOperator);
+                self.end_protection(&vm).inspect_err(|_| vm.goes_on_unasked())?;
                 self.leave_group(&vm);
                 self.remove_primary(&vm, ImageRole::Cut);
             }
@@ -320,7 +323,13 @@ impl Host {
 
     fn ask_to_power_off(&self, vm: &PrimaryVm) -> Result<(), HostError> {
         let (name, bound) = (vm.name(), self.config.power_off_timeout.max(POWER_OFF_TIMEOUT));
-        let message = match self.press_and_wait(vm, bound) {
+        info!(vm = %name, "its operator has it power off");
+        vm.ask_for_end(EndAsked::ByOperator);
+        let pressed = self.press_and_wait(vm, bound);
+        if let Err(StillOn::NotAsked(_) | StillOn::TimeIsOver) = pressed {
+            vm.goes_on_unasked();
+        }
+        let message = match pressed {
             Ok(()) if !self.vms.has(name) => return Ok(()),
             Ok(()) => format!(
                 "{name} did not power off here: `understudy status {name}` says what became of it"

@@ -7,7 +7,7 @@
 
 use crate::host::Host;
 use crate::lifecycle::RELEASED_WITHIN;
-use crate::vm::{PrimaryVm, Vm};
+use crate::vm::{EndAsked, PrimaryVm, Vm};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread;
@@ -189,6 +189,7 @@ impl Host {
     /// Presses the power button, again and again, until the guest has powered off.
     pub(crate) fn press_and_wait(&self, vm: &PrimaryVm, bound: Duration) -> Result<(), StillOn> {
         let deadline = Instant::now() + bound;
+        vm.ask_for_end(EndAsked::ByDaemon);
         let mut asked = None;
         while self.still_runs(vm) {
             if self.is_hurried() {
