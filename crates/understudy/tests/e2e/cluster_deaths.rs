@@ -228,6 +228,34 @@ fn a_members_host_dies_while_it_is_loaded() {
     });
 }
 
+/// A member whose memory was there was protected while its group could still be given up; when that was, its backup had
+/// what nobody was to have.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_member_is_not_protected_before_its_group_is_restored() {
+    let moment = Moment::new();
+    let mut options = bank_options();
+    options.daemons.insert("b".to_owned(), moment.host("restore-loaded", ""));
+    play(options, |scene| {
+        let (bank, own) = (Bank::found(scene)?, name(0));
+        let which = format!("bank@{}", bank.snapshot("a")?);
+        bank.end()?;
+        let restoring = begin(scene, "a", &["cluster", "restore", &which, "--mode", "lazy"])?;
+        moment.await_reached()?;
+        await_running(scene, "a", &own)?;
+        wait_for("its memory to be there", LIMIT, || {
+            Ok(scene.host("a")?.status(&own)?["filling"].is_null().then_some(()))
+        })?;
+        let words = refusal(scene.host("a")?, &["protect", &own, "--to", "b"])?.1;
+        says(&words, &["is being restored with its group"])?;
+        moment.end()?;
+        let restored = restoring.wait_with_output()?;
+        ensure!(restored.status.success(), "{}", String::from_utf8_lossy(&restored.stderr));
+        bank.protect(0)?;
+        bank.end()
+    });
+}
+
 /// Images of restores that a host has of a VM.
 fn restored_images(scene: &Scene, host: &str, vm: &str) -> Result<BTreeSet<OsString>> {
     let directory = scene.host(host)?.directory().join("state").join(vm);
