@@ -41,8 +41,14 @@ impl Host {
     /// Notes them as this host's; what was on record before is kept with that.
     fn note_other_images(&self, definition: &VmDefinition) -> Result<(), HostError> {
         let name = &definition.name;
-        let _adding = self.adding.lock();
+        let adding = self.adding.lock();
+        // Whoever notices it later would take this for what that keeper was to start.
+        self.notice_end_of_keeper(name);
         self.check_free(definition)?;
+        let directory = name.below(&self.config.state_dir);
+        let open = || open_disks(definition, None, &directory).map(drop);
+        let (_arrival, ()) = self.open_aside(adding, definition, open)?;
+        let _adding = self.adding.lock();
         let inquiry = self.inquire(name)?;
         if let Some((host, busy)) = inquiry.busy() {
             let message = format!("{name} is not started on other images: host {host} {busy}");
@@ -50,7 +56,6 @@ impl Host {
         }
         let former = self.record(name)?.and_then(Record::before_insistence);
         check_no_mirror(definition, former.as_ref())?;
-        drop(open_disks(definition, None, &name.below(&self.config.state_dir))?);
         let mut record = self.records.of(ImageRole::Stale, Generation(0), definition);
         record.peer = other_owner(&inquiry.arbiter, &self.config.name);
         record.instead_of = Some(InsteadOf { former: former.map(Box::new) });
