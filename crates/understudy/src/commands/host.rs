@@ -1,6 +1,6 @@
 //! `understudy host`: the daemon in the foreground.
 
-use super::watchdog;
+use super::watchdog::{self, Door};
 use crate::api::operators::{self, Asking};
 use crate::api::{Api, Guard, Routed, follow, remote, room};
 use crate::service_manager::{Notice, ServiceManager};
@@ -75,6 +75,13 @@ async fn serve(
     let serving = axum::serve(listener, service).with_graceful_shutdown(async {
         // A dropped sender stops the server as well.
         let _ = stopped.await;
+    let again = service.clone();
+    let door = Door::new(socket.path(), move |socket| {
+        let serving = axum::serve(listener_of(socket)?, again.clone());
+        // Ends with the daemon.
+        drop(tokio::spawn(serving.into_future()));
+        Ok(())
+    });
     });
     if let Some(listener) = metrics {
         metrics::serve(listener, Arc::new(Routed(host.clone())));
@@ -88,8 +95,7 @@ async fn serve(
     let server = tokio::spawn(serving.into_future());
     tracing::info!(host = %name, socket = %socket.path().display(), "ready");
     manager.tell(&[Notice::Ready]);
-    let alive = watchdog::keep(manager.clone(), host.clone(), socket.path().to_owned());
-    let alive = tokio::spawn(alive);
+    let alive = tokio::spawn(watchdog::keep(manager.clone(), host.clone(), door));
     let signal = signals.next().await;
     alive.abort();
     manager.tell(&[Notice::Stopping(end), Notice::Status(format!("ending after {signal}"))]);
