@@ -403,6 +403,41 @@ fn the_coordinators_host_is_cut_off_when_all_are_to_stay() {
     });
 }
 
+/// The host on which it was decided that all stay dies before it has written that down, and before anybody was told: its own
+/// members stay as the other host's does. They were what they had been before, without their group.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn members_stay_whose_host_dies_when_all_are_to_stay() {
+    let moment = Moment::new();
+    let mut options = SceneOptions { disks: 1, ..bank_options() };
+    options.daemons.insert("a".to_owned(), moment.host("restore-settled", ""));
+    play(options, |scene| {
+        let bank = Bank::found(scene)?;
+        let which = format!("bank@{}", bank.snapshot("a")?);
+        bank.end()?;
+        let restoring = begin(scene, "a", &["cluster", "restore", &which])?;
+        moment.await_reached()?;
+        for own in [0, 2].map(name) {
+            wait_for("all of it to be there", LIMIT, || {
+                Ok(scene.host("a")?.status(&own)?["filling"].is_null().then_some(()))
+            })?;
+        }
+        power_fails(scene, "a")?;
+        failed(restoring)?;
+        wait_for("host b to ask whether its member stays", LIMIT, || {
+            Ok(log_of(scene, "b")?.contains("bank: Settled").then_some(()))
+        })?;
+        comes_back(scene, "a", with_cluster(daemon()))?;
+        for own in [0, 2].map(name) {
+            let images = restored_images(scene, "a", &own)?;
+            ensure!(images.len() == 1, "{own} has {images:?}");
+            scene.host("a")?.call(["vm", "start", &own])?;
+            await_running(scene, "a", &own)?;
+        }
+        bank.end()
+    });
+}
+
 /// A restore of all onto one host.
 fn onto<'a>(host: &'a str, which: &'a str) -> [&'a str; 5] {
     ["cluster", "restore", which, "--onto", host]
