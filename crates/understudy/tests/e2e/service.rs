@@ -1,12 +1,13 @@
 //! Tests of what a service manager is told: when a daemon is ready, that it lives, and that it
 //! ends.
 
-use crate::refusals::{log_of, quick};
-use crate::stage::{LIMIT, play};
+use crate::refusals::{definition, log_of, quick, write};
+use crate::sick_hosts::await_unfit;
+use crate::stage::{LIMIT, play, run};
 use anyhow::{Context, Result, ensure};
 use std::cell::RefCell;
-use std::os::unix::net::UnixDatagram;
 use std::fs;
+use std::os::unix::net::UnixDatagram;
 use std::time::Duration;
 use understudy_lab::{HostOptions, SceneOptions, wait_for};
 
@@ -74,7 +75,6 @@ fn a_service_manager_hears_of_start_life_and_end() {
     });
 }
 
-/// A timer alone would have gone on.
 /// It asked for time once, for however many VMs; and the power button was pressed behind the hand-overs, of which each may take
 /// long.
 #[test]
@@ -124,6 +124,7 @@ fn a_daemon_whose_socket_is_removed_makes_it_anew() {
     });
 }
 
+/// A timer alone would have gone on.
 #[test]
 fn a_daemon_that_hangs_does_not_say_that_it_lives() {
     let (manager, mut options) = Manager::of(quick()).unwrap();
