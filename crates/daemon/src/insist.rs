@@ -73,16 +73,20 @@ impl Host {
     pub(crate) fn forget_dead_insistence(&self) {
         for record in self.records.all().iter().filter(|record| record.instead_of.is_some()) {
             let vm = &record.definition.name;
-            if self.keeper_of(vm).is_some() {
-                continue;
+            if self.keeper_of(vm).is_none() {
+                self.forget_insistence(vm);
             }
-            match self.records.undo_insistence(vm) {
-                Ok(false) => {}
-                Ok(true) => self.events.of(vm).note(
-                    "its start on other images ended with its daemon: on this host it is what it was before",
-                ),
-                Err(error) => warn!(%vm, "its former images are not on record again: {error}"),
-            }
+        }
+    }
+
+    /// The same of a VM, as whoever was to start it has ended.
+    pub(crate) fn forget_insistence(&self, vm: &VmName) {
+        match self.records.undo_insistence(vm) {
+            Ok(false) => {}
+            Ok(true) => self.events.of(vm).note(
+                "its start on other images ended with whoever was to start it: on this host it is what it was before",
+            ),
+            Err(error) => warn!(%vm, "its former images are not on record again: {error}"),
         }
     }
 }
