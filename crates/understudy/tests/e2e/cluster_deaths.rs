@@ -434,7 +434,7 @@ fn members_stay_whose_host_dies_when_all_are_to_stay() {
             scene.host("a")?.call(["vm", "start", &own])?;
             await_running(scene, "a", &own)?;
         }
-        bank.end()
+        Bank::of(scene).end()
     });
 }
 
