@@ -453,6 +453,7 @@ pub(crate) fn open_disks(
     former: Option<&Record>,
     directory: &Path,
 ) -> Result<Vec<Arc<Disk>>, HostError> {
+    hang_in_a_test(&definition.name);
     let known = |disk: &DiskDefinition| {
         let same = |other: &DiskDefinition| other.path == disk.path && other.format == disk.format;
         former.is_some_and(|record| record.definition.disks.iter().any(same))
@@ -483,6 +484,16 @@ pub(crate) fn open_disks(
         Disk::open(index, &disk.path, bytes).map(Arc::new)
     };
     definition.disks.iter().enumerate().map(open).collect::<Result<_, _>>().map_err(invalid)
+}
+
+/// A test has the images of a VM hang for as long as there is a file of its name in the directory that the fail point names.
+fn hang_in_a_test(_vm: &VmName) {
+    fail::fail_point!("open-disks", |directory| {
+        let file = Path::new(&directory.unwrap_or_default()).join(_vm.as_str());
+        while file.exists() {
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+    });
 }
 
 /// The same of images that a QEMU has open, which are shown with so many bytes each: nothing is found out that takes

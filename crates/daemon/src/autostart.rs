@@ -4,6 +4,7 @@
 //! Each waits until it is certain that its valid images are this host's, as `recover` would find
 //! out, and is then started and protected as it was. What stands in the way is in `status`.
 
+use crate::containment;
 use crate::host::Host;
 use crate::inventory::Inventory;
 use crate::repair::Wish;
@@ -24,6 +25,9 @@ use understudy_report::{AwaitedStart, RecoverReport, RecoverRequest};
 const AGAIN: Duration = Duration::from_secs(2);
 /// Reason for which a VM waits until all hosts were asked for the first time.
 const FIRST: &str = "the hosts are being asked";
+
+/// Reason for which a VM waits that is started for the first time.
+const OPENED: &str = "it is about to start: its images are being opened";
 
 /// Reason for which a VM waits that has a keeper already.
 const IN_KEEPER: &str = "its keeper has not said yet that it runs";
@@ -94,19 +98,19 @@ pub(crate) fn put_wish(record: &mut Record, wish: Option<&Wish>) {
 pub(crate) fn start(host: &Arc<Host>, records: Vec<Record>) -> std::io::Result<()> {
     let comes_up = records.into_iter().filter(comes_up);
     comes_up.for_each(|record| host.awaited.add(record.definition.name));
-    if host.awaited.names().is_empty() {
-        return Ok(());
-    }
-    let host = Arc::downgrade(host);
-    thread::Builder::new().name("autostart".to_owned()).spawn(move || bring_up(&host)).map(drop)
+    // One whose storage hangs delays nobody but itself.
+    host.awaited.names().into_iter().try_for_each(|vm| {
+        let (weak, of) = (Arc::downgrade(host), vm.clone());
+        containment::spawn_for(host, &vm, "autostart", move || bring_up(&weak, &of))
+    })
 }
 
-/// Ends when nothing is awaited any more.
-fn bring_up(host: &Weak<Host>) {
+/// Ends when the VM is not awaited any more.
+fn bring_up(host: &Weak<Host>, vm: &VmName) {
     loop {
         let Some(host) = host.upgrade().filter(|host| !host.is_closing()) else { return };
-        host.awaited.names().iter().for_each(|vm| host.try_to_bring_up(vm));
-        if host.awaited.names().is_empty() {
+        host.try_to_bring_up(vm);
+        if host.awaited.why(vm).is_none() {
             return;
         }
         drop(host);
@@ -135,7 +139,12 @@ impl Host {
             return;
         }
         match self.look_at_start(vm) {
-            Ok(Autostart::Start) => self.bring_up(vm),
+            Ok(Autostart::Start) => {
+                if self.awaited.why(vm).as_deref() == Some(FIRST) {
+                    self.awaited.note(vm, OPENED);
+                }
+                self.bring_up(vm);
+            }
             Ok(Autostart::Leave(why)) => {
                 self.awaited.give_up(vm);
                 info!(%vm, "does not come up here: {why}");

@@ -5,7 +5,7 @@ use crate::containment;
 use crate::host::{Host, PEER_TIMEOUT};
 use crate::lease::Tenure;
 use crate::repair::{self, Repairer, Wish};
-use crate::vm::{FencedVm, PrimaryVm, Vm};
+use crate::vm::{EndAsked, FencedVm, PrimaryVm, Vm};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -15,6 +15,7 @@ use understudy_machine::{Machine, MachineEvent, OnEvent, Plan};
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{Generation, PrimaryPhase};
+use understudy_replication::records::Record;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
 use understudy_session::primary::Event;
@@ -294,6 +295,7 @@ impl Host {
     /// Notes the generation: sole ownership may have come with a new generation. Recovery does
     /// without this note if it has to.
     fn note_generation(&self, vm: &PrimaryVm) {
+        fail::fail_point!("note-generation");
         if let Err(error) = self.note_generation_of(&vm.machine(), vm.generation()) {
             warn!(vm = %vm.name(), "{error}");
         }
@@ -310,12 +312,15 @@ impl Host {
     }
 
     pub(crate) fn note_role(&self, vm: &PrimaryVm, role: ImageRole) {
-        let name = vm.name();
-        if let Err(error) = self.records.change(name, |record| {
+        self.note(vm, |record| {
             record.image.role = role;
             record.image.generation = vm.generation();
-        }) {
-            warn!(vm = %name, "{error}");
+        });
+    }
+
+    fn note(&self, vm: &PrimaryVm, change: impl FnOnce(&mut Record)) {
+        if let Err(error) = self.records.change(vm.name(), change) {
+            warn!(vm = %vm.name(), "{error}");
         }
     }
 
@@ -359,11 +364,13 @@ impl Host {
 
     fn note_end(&self, vm: &PrimaryVm, role: ImageRole) {
         vm.machine().halt();
-        self.note_role(vm, role);
         // A guest that ends with its daemon comes up with the next one.
-        if !self.is_closing() {
-            self.note_unwanted(vm.name());
-        }
+        let with_daemon = vm.end_asked() == Some(EndAsked::ByDaemon);
+        self.note(vm, |record| {
+            record.image.role = role;
+            record.image.generation = vm.generation();
+            record.wanted &= with_daemon;
+        });
     }
 
     /// The same of a VM whose restore has come to nothing, or has ended with it.

@@ -147,6 +147,13 @@ impl Host {
             );
             return Err(HostError::new(ErrorKind::Conflict, message));
         }
+        if !self.snapshots.await_restored(name) {
+            let message = format!(
+                "{name} is being restored with its group, and does not stay before all of that runs: try \
+                 again when it does"
+            );
+            return Err(HostError::new(ErrorKind::Conflict, message));
+        }
         match &self.kernel_problem {
             Some(problem) => Err(HostError::new(ErrorKind::Invalid, problem.clone())),
             None => Ok(()),

@@ -65,6 +65,16 @@ struct PrimaryState {
     restoring: bool,
     /// The backup that it was to be protected to when it ran last, until somebody says what shall be now.
     former_backup: Option<String>,
+    end_asked: Option<EndAsked>,
+}
+
+/// Who has asked for a VM's end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum EndAsked {
+    /// Its operator: it does not come up with the host.
+    ByOperator,
+    /// The daemon, which ends: it comes up with the next one.
+    ByDaemon,
 }
 
 /// A VM that this host lost.
@@ -98,6 +108,7 @@ impl PrimaryVm {
             degraded: None,
             restoring: false,
             former_backup: None,
+            end_asked: None,
         };
         PrimaryVm {
             name,
@@ -130,6 +141,24 @@ impl PrimaryVm {
     /// Notes that it is not left any more.
     pub(crate) fn stay(&self) {
         self.is_leaving.store(false, Ordering::Release);
+    }
+
+    /// Notes who asks for its end now; its operator's wish counts before the daemon's.
+    pub(crate) fn ask_for_end(&self, asked: EndAsked) {
+        let mut state = lock(&self.state);
+        if state.end_asked != Some(EndAsked::ByOperator) {
+            state.end_asked = Some(asked);
+        }
+    }
+
+    /// Notes that its operator was told that it goes on.
+    pub(crate) fn goes_on_unasked(&self) {
+        lock(&self.state).end_asked = None;
+    }
+
+    /// Who has asked for its end; none if it ends by itself.
+    pub(crate) fn end_asked(&self) -> Option<EndAsked> {
+        lock(&self.state).end_asked
     }
 
     /// Whether it is being left to the next keeper.

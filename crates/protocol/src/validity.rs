@@ -185,6 +185,14 @@ fn newer_possible(evidence: &Evidence, images: &ImageRecord) -> Newer {
         return Newer::No(format!("{ran}, the newest that the arbiter knows"));
     }
     let owner = ownership.as_ref().and_then(|owner| owner.host.as_ref());
+    // Whoever wins a VM and runs it has a record of it, of a mirror at first: one without has lost what it had.
+    let unknown = |owner: &&HostName| !has_record(evidence, owner) && !planted!(SilentNeverRan);
+    if let Some(owner) = owner.filter(unknown) {
+        return Newer::Perhaps(format!(
+            "the arbiter says that host {owner} won it at generation {newest}, and that host {}",
+            what_it_lacks(evidence, owner)
+        ));
+    }
     // Only the owners of the generations in between can have run it since.
     if until.next() == newest {
         match owner {
@@ -199,25 +207,15 @@ fn newer_possible(evidence: &Evidence, images: &ImageRecord) -> Newer {
                     "{ran}, and went on with it alone at generation {newest}"
                 ));
             }
-            Some(owner) if has_answered(evidence, owner) || planted!(SilentNeverRan) => {
+            Some(owner) => {
                 return Newer::No(format!(
                     "{ran}; host {owner} won generation {newest} but never started the guest: it \
                      has no activation record"
                 ));
             }
-            Some(owner) => {
-                return Newer::Perhaps(format!(
-                    "the arbiter says that host {owner} won it at generation {newest}, and that \
-                     host does not answer: start its daemon"
-                ));
-            }
         }
     }
-    let mut unknown = evidence.silent.clone();
-    unknown.extend(owner.filter(|owner| !has_answered(evidence, owner)).cloned());
-    unknown.sort();
-    unknown.dedup();
-    match unknown.as_slice() {
+    match evidence.silent.as_slice() {
         [] => Newer::No(format!("{ran}, and no other host ran it later")),
         unknown => Newer::Perhaps(format!(
             "the arbiter knows generation {newest}, and {} may have run it since: make them \
@@ -237,9 +235,19 @@ fn how_it_ended(evidence: &Evidence, host: &HostName) -> &'static str {
     }
 }
 
-fn has_answered(evidence: &Evidence, host: &HostName) -> bool {
+fn has_record(evidence: &Evidence, host: &HostName) -> bool {
     evidence.records.iter().any(|record| record.host == *host)
-        || evidence.without.iter().any(|other| other == host)
+}
+
+/// Reason why nothing can be concluded of a VM's owner, and what its operator can do.
+fn what_it_lacks(evidence: &Evidence, owner: &HostName) -> &'static str {
+    match evidence.without.contains(owner) {
+        true => {
+            "has no record of it: is its state directory mounted? If what it had is gone for good, \
+             `recover --force` starts what is left"
+        }
+        false => "does not answer: start its daemon",
+    }
 }
 
 fn nobody_ran_it(evidence: &Evidence) -> String {

@@ -51,8 +51,25 @@ fn nothing_is_concluded_when_the_winner_is_silent() {
     let a = vec![record("a", ImageRole::Active, 1)];
     assert_eq!(valid_on(&evidence(a.clone(), &["b"], owned_by(Some("b"), 2))), None);
     assert_eq!(valid_on(&evidence(a.clone(), &["b"], ArbiterWord::Silent)), None);
-    let without = Evidence { without: vec![name("b")], ..evidence(a, &[], owned_by(Some("b"), 2)) };
-    assert_eq!(valid_on(&without).unwrap(), "a");
+    let mirror = vec![record("a", ImageRole::Active, 1), record("b", ImageRole::Mirror, 1)];
+    assert_eq!(valid_on(&evidence(mirror, &[], owned_by(Some("b"), 2))).unwrap(), "a");
+}
+
+// Before, a winner whose state directory was not mounted vouched that it had never run the VM: day-old images came up by
+// themselves.
+#[test]
+fn nothing_is_concluded_when_the_winner_has_lost_its_record() {
+    for generation in [2, 5] {
+        let a = vec![record("a", ImageRole::Active, 1)];
+        let owned = evidence(a, &[], owned_by(Some("b"), generation));
+        let found = judge(&Evidence { without: vec![name("b"), name("c")], ..owned });
+        let Finding::Undecided(why) = found else { panic!("{found:?}") };
+        assert!(why.contains("is its state directory mounted?"), "{why}");
+        assert!(why.contains("`recover --force`"), "{why}");
+    }
+    let given_back = evidence(vec![record("a", ImageRole::Cut, 1)], &[], owned_by(None, 2));
+    let never_had_it = Evidence { without: vec![name("b")], ..given_back };
+    assert_eq!(valid_on(&never_had_it).unwrap(), "a");
 }
 
 #[test]

@@ -26,8 +26,9 @@ use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_machine::custody::{Custody, Unfound};
 use understudy_machine::{Adoption, Machine, NotUnderstood};
+use understudy_protocol::adoption::{Adoptable, may_adopt};
 use understudy_protocol::validity::ImageRole;
-use understudy_protocol::{HostName, LeaseAnswer, VmName};
+use understudy_protocol::{Generation, HostName, LeaseAnswer, VmName};
 use understudy_qemu::process::{has_ended, pidfd_of, signal};
 use understudy_replication::records::Record;
 use understudy_replication::resync;
@@ -239,15 +240,8 @@ impl Host {
             return Err(NotAdopted::Lost("its QEMU has ended".to_owned()));
         }
         let Legacy { generation, machine: note, .. } = &left.legacy;
-        let record = self.record(vm).map_err(later)?;
-        let runs = |record: &Record| {
-            record.image.role == ImageRole::Active && record.image.generation == *generation
-        };
-        let record = record.filter(runs).ok_or_else(|| {
-            NotAdopted::Lost("by this host's own record it does not run here".to_owned())
-        })?;
         // Before anything that it has sent may leave.
-        owned(self.ask_for_owner(vm, *generation))?;
+        let record = self.adoptable(vm, *generation)?;
         let disks = match note.disk_bytes() {
             Some(bytes) => open_disks_in_use(&note.definition, bytes),
             None => open_disks(&note.definition, Some(&record), directory),
@@ -278,6 +272,22 @@ impl Host {
         }
     }
 
+    /// The record of a guest that was left at this generation, if that may go on.
+    fn adoptable(&self, vm: &VmName, left: Generation) -> Result<Record, NotAdopted> {
+        let record = self.record(vm).map_err(later)?;
+        let image = record.as_ref().map(|record| &record.image);
+        match may_adopt(image, left, self.ask_for_owner(vm, left)) {
+            Adoptable::Yes => {}
+            Adoptable::OnceNoted => {
+                self.records.change(vm, |record| record.image.generation = left).map_err(later)?;
+            }
+            Adoptable::Later(why) => return Err(NotAdopted::Later(why)),
+            Adoptable::Lost(why) => return Err(NotAdopted::Lost(why)),
+        }
+        let noted = self.record(vm).map_err(later)?;
+        noted.ok_or_else(|| NotAdopted::Later("its record has just vanished".to_owned()))
+    }
+
     /// Lets the guest go on, which is this host's.
     fn wake(self: &Arc<Self>, primary: &Arc<PrimaryVm>, claim: Claim) -> anyhow::Result<()> {
         let machine = primary.machine();
@@ -295,7 +305,7 @@ impl Host {
         let generation = left.legacy.generation;
         let noted = self.records.change(vm, |record| {
             // What its operator has made of it stays.
-            if record.image.role == ImageRole::Active && record.image.generation == generation {
+            if record.image.role == ImageRole::Active && record.image.generation <= generation {
                 record.image.role = ImageRole::Stale;
             }
         });

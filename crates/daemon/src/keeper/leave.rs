@@ -142,10 +142,11 @@ impl Host {
                 // Flushes of the last checkpoints are owed, and the next keeper would not know.
                 sync_disks(&vm, synced_until)?;
                 await_output(&vm.machine())?;
+                self.note_what_was_won(&vm)?;
                 vm.events.note(format!("not protected to {peer} while its keeper is replaced"));
                 self.leave(&vm, backup.clone(), daemon)
             }),
-            None => self.leave(&vm, None, daemon),
+            None => self.note_what_was_won(&vm).and_then(|()| self.leave(&vm, None, daemon)),
         };
         drop((protecting, leaving));
         left.inspect_err(|error| {
@@ -155,6 +156,14 @@ impl Host {
                 let remedy = format!("understudy protect {name} --to {peer}");
                 self.degraded(&vm, format!("its keeper is not replaced: {error}"), &remedy);
             }
+        })
+    }
+
+    /// Notes the generation at which the VM is left. Sole ownership may have come with a new one, and whoever notes that
+    /// ends with this process.
+    fn note_what_was_won(&self, vm: &PrimaryVm) -> Result<(), HostError> {
+        self.note_generation_of(&vm.machine(), vm.generation()).map_err(|error| {
+            conflict(format!("{} stays in its keeper: {}", vm.name(), error.message))
         })
     }
 

@@ -171,15 +171,14 @@ impl Host {
     ) -> Result<(Follower, Arrival, Option<RecoverReport>), HostError> {
         let name = &definition.name;
         let files = self.files_of(definition);
-        let arrival = {
-            let _adding = self.adding.lock();
-            self.make_way(definition)?;
-            // What may be missing for long is no reason to start a process again and again.
-            self.check_bridges(&definition.cards)?;
-            let directory = name.below(&self.config.state_dir);
-            drop(open_disks(definition, self.record(name)?.as_ref(), &directory)?);
-            Arrival::expect(&self.arrivals, &self.config.name, definition)
-        };
+        let adding = self.adding.lock();
+        self.make_way(definition)?;
+        // What may be missing for long is no reason to start a process again and again.
+        self.check_bridges(&definition.cards)?;
+        let directory = name.below(&self.config.state_dir);
+        let record = self.record(name)?;
+        let open = || open_disks(definition, record.as_ref(), &directory).map(drop);
+        let (arrival, ()) = self.open_aside(adding, definition, open)?;
         let (follower, said) = self.give_order(name, order, &files)?;
         match hear(said, order.patience()) {
             Ok(report) => {

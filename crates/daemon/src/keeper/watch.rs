@@ -72,6 +72,7 @@ impl Host {
             self.vms.put_if(vm, Vm::Fenced(Arc::new(lost)), |there| there.is_none());
         }
         self.end_dead_restore(vm);
+        self.forget_insistence(vm);
         // Not before: whoever asks meanwhile is told of it either way.
         self.forget_note(&note);
     }

@@ -1,6 +1,6 @@
 //! `understudy host`: the daemon in the foreground.
 
-use super::watchdog;
+use super::watchdog::{self, Door};
 use crate::api::operators::{self, Asking};
 use crate::api::{Api, Guard, Routed, follow, remote, room};
 use crate::service_manager::{Notice, ServiceManager};
@@ -22,8 +22,11 @@ use understudy_report::{ErrorKind, HostError};
 
 /// Time that calls under way may take to be answered once everything has ended.
 const LAST_ANSWERS: Duration = Duration::from_secs(2);
-/// Time that the end takes beside the guests' power-off: protected VMs are handed over before.
+/// Time that the end takes beside the guests' power-off, from each VM on that it has dealt with: protected VMs are handed
+/// over before, one after the other.
 const HAND_OVERS: Duration = Duration::from_secs(120);
+/// Time between two looks at how many are left.
+const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Runs the daemon until SIGTERM or SIGINT.
 pub fn run(config: &Path) -> Result<Exit, Failure> {
@@ -72,6 +75,13 @@ async fn serve(
     let router = operators::only(api.router(&Guard::Local));
     let service = router.into_make_service_with_connect_info::<Asking>();
     let listener = listener_of(socket).map_err(internal)?;
+    let again = service.clone();
+    let door = Door::new(socket.path(), move |socket| {
+        let serving = axum::serve(listener_of(socket)?, again.clone());
+        // Ends with the daemon.
+        drop(tokio::spawn(serving.into_future()));
+        Ok(())
+    });
     let serving = axum::serve(listener, service).with_graceful_shutdown(async {
         // A dropped sender stops the server as well.
         let _ = stopped.await;
@@ -88,13 +98,13 @@ async fn serve(
     let server = tokio::spawn(serving.into_future());
     tracing::info!(host = %name, socket = %socket.path().display(), "ready");
     manager.tell(&[Notice::Ready]);
-    let alive = watchdog::keep(manager.clone(), host.clone(), socket.path().to_owned());
-    let alive = tokio::spawn(alive);
+    let alive = tokio::spawn(watchdog::keep(manager.clone(), host.clone(), door));
     let signal = signals.next().await;
     alive.abort();
     manager.tell(&[Notice::Stopping(end), Notice::Status(format!("ending after {signal}"))]);
     tracing::info!(signal, "ending: VMs are handed over or shut down; another signal cuts them");
-    shut_down(&host, stop, server, &mut signals).await?;
+    let goes_on = || manager.tell(&[Notice::StillStopping(end)]);
+    shut_down(&host, stop, server, &mut signals, goes_on).await?;
     tracing::info!("ended");
     Ok(())
 }
@@ -105,9 +115,10 @@ async fn shut_down(
     stop: oneshot::Sender<()>,
     server: JoinHandle<io::Result<()>>,
     signals: &mut Signals,
+    goes_on: impl Fn(),
 ) -> Result<(), Failure> {
     let _ = stop.send(());
-    end_in_order(host, signals).await?;
+    end_in_order(host, signals, goes_on).await?;
     match tokio::time::timeout(LAST_ANSWERS, server).await {
         Ok(ended) => ended.map_err(crashed)?.map_err(internal)?,
         Err(_) => tracing::warn!("some API calls were not answered"),
@@ -115,16 +126,28 @@ async fn shut_down(
     Ok(())
 }
 
-/// Ends a host's work in order; a further signal cuts its VMs.
-pub(super) async fn end_in_order(host: &Arc<Host>, signals: &mut Signals) -> Result<(), Failure> {
+/// Ends a host's work in order; a further signal cuts its VMs. Each time that one is dealt with, `goes_on` is called.
+pub(super) async fn end_in_order(
+    host: &Arc<Host>,
+    signals: &mut Signals,
+    goes_on: impl Fn(),
+) -> Result<(), Failure> {
     let ending = host.clone();
     let mut ended = spawn_blocking(move || ending.shutdown());
+    let mut looks = tokio::time::interval(LOOK_INTERVAL);
+    let mut left = host.still_running();
     loop {
         tokio::select! {
             ended = &mut ended => return ended.map_err(crashed),
             signal = signals.next() => {
                 tracing::warn!(signal, "waiting for no guest any more");
                 host.hurry();
+            }
+            _ = looks.tick() => {
+                let before = std::mem::replace(&mut left, host.still_running());
+                if left < before {
+                    goes_on();
+                }
             }
         }
     }

@@ -3,11 +3,11 @@
 use crate::cluster_deaths::Moment;
 use crate::group;
 use crate::recover::lose;
-use crate::refusals::quick;
+use crate::refusals::{definition, quick, write};
 use crate::sick_hosts::Hanging;
 use crate::stage::{
-    Calm, LIMIT, PACE, await_degraded, await_service, daemon_passing, options, play, prove_disk,
-    refusal, repairing_daemon,
+    Calm, LIMIT, PACE, await_degraded, await_service, daemon_passing, options, play, protect,
+    prove_disk, refusal, repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -107,6 +107,46 @@ fn a_vm_comes_up_with_its_host_unless_somebody_ended_it() {
         scene.host("a")?.call(["vm", "start", VM])?;
         scene.host_mut("a")?.terminate()?;
         scene.restart("a")?;
+        await_coming_up(scene, "a")
+    });
+}
+
+/// Storage that hung kept all VMs of its host down, and the host from being a backup.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_vm_whose_images_hang_keeps_no_other_down() {
+    let hanging = tempfile::tempdir().expect("a directory for the test");
+    let image = hanging.path().join(VM);
+    let mut options = hasty();
+    let daemon = options.daemons.get_mut("a").expect("a host a");
+    let points = format!("open-disks=return({})", hanging.path().display());
+    daemon.environment.push(("FAILPOINTS".to_owned(), points));
+    play(options, |scene| {
+        set_autostart(scene)?;
+        scene.start_guest("a")?;
+        let other = format!("autostart = true\n{}", definition(scene, "other")?);
+        let other = write(scene, "other.toml", &other)?;
+        scene.host("a")?.call(["vm", "start", &other.to_string_lossy()])?;
+        scene.host_mut("a")?.kill_everything()?;
+        fs::write(&image, "")?;
+        scene.restart("a")?;
+        let runs = |host: &str, vm: &str| {
+            wait_for(&format!("{vm} to run on host {host}"), LIMIT, || {
+                let status = scene.host(host)?.status(vm).unwrap_or_default();
+                Ok((status["live"] == true).then_some(()))
+            })
+        };
+        runs("a", "other")?;
+        let waits = awaited(scene, "a")?.context("nobody waits for the guest")?;
+        ensure!(waits.contains("its images are being opened"), "{waits}");
+        // Another host's is taken, and its operator is told what the name is kept for.
+        let third = definition(scene, "third")?.replace("75:73:01", "75:73:02");
+        let third = write(scene, "third.toml", &third)?;
+        scene.host("b")?.call(["vm", "start", &third.to_string_lossy()])?;
+        protect(scene.host("b")?, "third", &["--to", "a"])?;
+        let (_, words) = refusal(scene.host("a")?, &["vm", "start", VM])?;
+        ensure!(words.contains("about to bring"), "{words}");
+        fs::remove_file(&image)?;
         await_coming_up(scene, "a")
     });
 }
