@@ -43,6 +43,7 @@ mod state_dir;
 mod strangers;
 mod succession;
 mod survey;
+mod tokens;
 mod turn;
 mod upgrade;
 mod vm;

@@ -35,7 +35,7 @@ pub mod remote;
 pub mod room;
 mod snapshots;
 
-pub use access::{Guard, check_tokens};
+pub use access::Guard;
 pub use control::Control;
 pub use kept::{Routed, follow};
 
