@@ -1,6 +1,7 @@
 //! The host daemon: VMs, primaries, backups and the links between hosts.
 
 mod admission;
+mod again;
 mod arbiter_watch;
 mod arrivals;
 mod autostart;
