@@ -27,12 +27,10 @@ pub fn init(args: &InitArgs, json: bool) -> Result<Exit, Failure> {
     };
     let made = setup::init(&plan, arbiter)?;
     say(json, &made, || describe(&made))?;
-    // Whoever joins late, or never, keeps this host from nothing; its daemon hears of a new peer.
-    let finished = finish(&args.host, json)?;
     if !args.alone {
         invite_from(&args.host.dir, &args.invitation, args.host.start, json)?;
     }
-    Ok(finished)
+    finish(&args.host, json)
 }
 
 /// Invites a host.
