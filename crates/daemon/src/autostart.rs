@@ -221,7 +221,7 @@ impl Host {
     /// Notes that it wants protection as it was protected when its host went down.
     fn want_protected(self: &Arc<Self>, vm: &VmName, wish: Option<Wish>) {
         let (Some(wish), Ok(primary)) = (wish, self.primary(vm)) else { return };
-        let remedy = format!("understudy protect {vm} --to {}", wish.request.to);
+        let remedy = wish.command(vm);
         self.degraded(&primary, "it came up with its host".to_owned(), &remedy);
     }
 

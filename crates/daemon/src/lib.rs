@@ -1,6 +1,7 @@
 //! The host daemon: VMs, primaries, backups and the links between hosts.
 
 mod admission;
+mod again;
 mod arbiter_watch;
 mod arrivals;
 mod autostart;
@@ -43,6 +44,7 @@ mod state_dir;
 mod strangers;
 mod succession;
 mod survey;
+mod tokens;
 mod turn;
 mod upgrade;
 mod vm;

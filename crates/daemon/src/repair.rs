@@ -24,7 +24,7 @@ use understudy_replication::membership::GroupMembers;
 use understudy_replication::moments::strike;
 use understudy_replication::primary::{TellSick, used_bytes};
 use understudy_report::events::{EventKind, VmEvents};
-use understudy_report::{Mode, ProtectRequest};
+use understudy_report::{Mode, ProtectRequest, WantedReport};
 use understudy_session::primary::Event;
 use understudy_threads::{Mutex, spawn};
 use understudy_threads::{lock, within};
@@ -51,6 +51,28 @@ impl Wish {
     /// Wish for a VM by itself.
     pub fn alone(request: ProtectRequest) -> Wish {
         Wish { request, group: None }
+    }
+
+    /// The command that asks for it, of a VM and its group.
+    pub fn command(&self, vm: &VmName) -> String {
+        let options = self.request.options();
+        match &self.group {
+            None => format!("understudy protect {vm} {options}"),
+            Some(GroupMembers { name, vms }) => {
+                let vms: Vec<&str> = vms.iter().map(VmName::as_str).collect();
+                format!("understudy protect {} --group {name} {options}", vms.join(" "))
+            }
+        }
+    }
+
+    /// The wish for people.
+    pub fn report(&self) -> WantedReport {
+        WantedReport {
+            to: self.request.to.clone(),
+            group: self.group.as_ref().map(|group| group.name.clone()),
+            mode: self.request.mode,
+            hold_console: self.request.hold_console,
+        }
     }
 
     /// The group whose first VM restores the protection of `vm`, if that is another one.
@@ -394,6 +416,24 @@ mod tests {
             GroupMembers { name: literal("shop"), vms: vec![literal("db"), literal("web")] };
         let request = ProtectRequest { to: "b".into(), repair, ..Default::default() };
         Repairer::new(&literal(vm), Some(Wish { request, group: Some(group) }), enabled)
+    }
+
+    /// Whoever gave the command lost his group, and what he had asked for.
+    #[test]
+    fn the_command_of_a_wish_asks_for_all_of_it() {
+        let command = |wish: Wish| wish.command(&literal("db"));
+        let plain = ProtectRequest { to: "b".into(), repair: true, ..Default::default() };
+        assert_eq!(command(Wish::alone(plain.clone())), "understudy protect db --to b");
+        let group =
+            GroupMembers { name: literal("shop"), vms: vec![literal("db"), literal("web")] };
+        let request = ProtectRequest { hold_console: true, repair: false, ..plain };
+        let wish = Wish { request: request.clone(), group: Some(group) };
+        assert_eq!(
+            command(wish),
+            "understudy protect db web --group shop --to b --hold-console --no-repair"
+        );
+        let lockstep = ProtectRequest { mode: Mode::Lockstep, ..request };
+        assert!(command(Wish::alone(lockstep)).contains("--mode lockstep"));
     }
 
     #[test]

@@ -19,7 +19,7 @@ use std::os::unix::net::UnixStream;
 use std::process::Child;
 use std::str::FromStr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::VmDefinition;
@@ -32,6 +32,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const PATIENCE_FOR_A_WORD: Duration = Duration::from_secs(5);
 /// Bytes of an order, at most.
 const LONGEST_ORDER: usize = 4096;
+/// Bytes of its answer, at most: what was found of a VM's images on all hosts.
+const LONGEST_ANSWER: u64 = 1 << 20;
 
 /// An order. Its answer is a line of JSON on the keeper's standard input, a socket then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -361,19 +363,37 @@ fn first_line(from: &mut UnixStream) -> io::Result<String> {
 
 /// The answer to an order; the end of whoever was to give it is one, too, and its silence.
 fn hear(said: UnixStream, patience: Duration) -> Answer {
-    said.set_read_timeout(Some(patience)).map_err(internal)?;
+    let said = Until { said, end: Instant::now() + patience }.take(LONGEST_ANSWER);
     let mut line = String::new();
     match BufReader::new(said).read_line(&mut line) {
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
             let message = format!("its keeper has not answered for {} s", patience.as_secs());
             Err(HostError::new(ErrorKind::Unreachable, message))
         }
+        Ok(read) if read as u64 >= LONGEST_ANSWER => Err(not_understood("it goes on and on")),
         Ok(1..) => serde_json::from_str(&line)
             .unwrap_or_else(|error| Err(not_understood(&error.to_string()))),
         Ok(0) | Err(_) => {
             let message = "its keeper has ended: the daemon's log has its words".to_owned();
             Err(HostError::new(ErrorKind::Internal, message))
         }
+    }
+}
+
+/// What a keeper says until a moment, however slowly.
+struct Until {
+    said: UnixStream,
+    end: Instant,
+}
+
+impl Read for Until {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let left = self.end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        self.said.set_read_timeout(Some(left))?;
+        self.said.read(bytes)
     }
 }
 
@@ -411,6 +431,25 @@ mod tests {
         let error = hear(daemon, Duration::from_millis(1)).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Unreachable);
         assert!(error.message.contains("has not answered"), "{error}");
+    }
+
+    /// The daemon took all that it said into its memory, and for as long as it spoke.
+    #[test]
+    fn a_keeper_that_goes_on_and_on_is_heard_with_a_bound() {
+        let (daemon, mut keeper) = UnixStream::pair().unwrap();
+        let speaker = std::thread::spawn(move || while keeper.write_all(&[b'1'; 4096]).is_ok() {});
+        let error = hear(daemon, PATIENCE).unwrap_err();
+        assert!(error.message.contains("goes on and on"), "{error}");
+        speaker.join().unwrap();
+        let (daemon, mut keeper) = UnixStream::pair().unwrap();
+        let slow = std::thread::spawn(move || {
+            while keeper.write_all(b"1").is_ok() {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        });
+        let error = hear(daemon, Duration::from_millis(200)).unwrap_err();
+        assert!(error.message.contains("has not answered"), "{error}");
+        slow.join().unwrap();
     }
 
     #[test]

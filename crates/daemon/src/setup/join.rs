@@ -23,7 +23,7 @@ use std::net::TcpStream;
 use std::path::Path;
 use std::sync::Arc;
 use understudy_arbiter::whole_file;
-use understudy_link::pki::HostKey;
+use understudy_link::pki::{CA_KEY, HostKey};
 use understudy_link::tls::{self, Tls, TlsFiles};
 use understudy_protocol::HostName;
 use understudy_report::error::{ErrorKind, HostError, cannot};
@@ -43,6 +43,7 @@ pub fn join(plan: &Plan, token: &Token) -> Result<Membership, HostError> {
     plan.check()?;
     // Before the token is used up.
     prepare_directory(&plan.pki())?;
+    refuse_beside_authority(&plan.pki().join(CA_KEY))?;
     let key = HostKey::generate()?;
     let request = Request {
         name: plan.name.clone(),
@@ -59,6 +60,19 @@ pub fn join(plan: &Plan, token: &Token) -> Result<Membership, HostError> {
         HostError::new(error.kind, message)
     })?;
     Ok(Membership { invited_by: grant.host, made })
+}
+
+/// The other's certificate would lie beside the key of this one.
+fn refuse_beside_authority(key: &Path) -> Result<(), HostError> {
+    if !key.exists() {
+        return Ok(());
+    }
+    let message = format!(
+        "this host has an authority of its own, {}: move its directory away if no host is of it, or have this host \
+         invite the other",
+        key.display()
+    );
+    Err(HostError::new(ErrorKind::Conflict, message))
 }
 
 fn ask(token: &Token, request: &Request) -> Result<Grant, HostError> {

@@ -10,10 +10,12 @@ use crate::stage::{
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::time::Instant;
+use understudy_client::Client;
 use understudy_lab::check::check_disk;
 use understudy_lab::companion::{COMPANION, COMPANION_ADDRESS, Companion};
 use understudy_lab::scene::{RECORDS_PORT, VM};
 use understudy_lab::{GuestShell, RecordClient, Scene, SceneOptions, wait_for};
+use understudy_report::AgainRequest;
 
 /// Answers inside the group that prove that the guests talk.
 const ANSWERED: u64 = 20;
@@ -243,6 +245,46 @@ fn a_member_is_protected_by_itself() {
         await_service(&client)?;
         prove_disk(scene, "a", close(client)?)
     });
+}
+
+/// The page's button protected one of them by itself, which ended the group, and let its console go.
+#[test]
+fn a_group_that_is_protected_again_is_as_it_was() {
+    play_group_with(repairing(), |scene, client, mut inner| {
+        scene.host("a")?.call(["unprotect", VM])?;
+        await_forgotten(scene, "b")?;
+        let group = ["--group", "pair", "--to", "b", "--hold-console", "--no-repair", "--no-wait"];
+        scene.host("a")?.call([&["protect", VM, COMPANION][..], &group].concat())?;
+        await_both_with_consoles(scene)?;
+        scene.host_mut("b")?.kill_everything()?;
+        wait_for("the group to be given up", LIMIT, || {
+            let given_up =
+                |vm: &&str| -> Result<bool> { Ok(alone(&scene.host("a")?.status(vm)?).is_some()) };
+            let all = BOTH.iter().map(given_up).collect::<Result<Vec<bool>>>()?;
+            Ok((all == [true, true]).then_some(()))
+        })?;
+        scene.restart("b")?;
+        let wanted = scene.host("a")?.status(COMPANION)?["wanted"].clone();
+        ensure!(wanted["group"] == "pair" && wanted["hold_console"] == true, "{wanted}");
+        let again = AgainRequest { to: "b".to_owned() };
+        let begun = Client::new(scene.host("a")?.socket())
+            .and_then(|client| client.protect_again(COMPANION, &again));
+        begun.map_err(|failure| anyhow::anyhow!(failure.message))?;
+        await_both_with_consoles(scene)?;
+        await_service(&client)?;
+        inner.prove_alive()?;
+        prove_disk(scene, "a", close(client)?)
+    });
+}
+
+/// Waits until host a has both protected as one, with their consoles held.
+fn await_both_with_consoles(scene: &Scene) -> Result<()> {
+    for vm in BOTH {
+        let status = scene.host("a")?.await_protected(vm, |_| ())?;
+        ensure!(status["group"] == "pair", "{vm} is in no group: {status}");
+        ensure!(status["held_console_bytes"].is_u64(), "its console is not held: {status}");
+    }
+    Ok(())
 }
 
 /// Waits until a VM on host a is not protected, and says so in these words.
