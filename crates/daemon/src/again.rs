@@ -32,7 +32,7 @@ impl Host {
         }
         if let Err(error) = self.protect_again(&vm, to) {
             for vm in all.iter().filter(|vm| vm.is_degraded()) {
-                repair::restore(self, vm, &error.to_string());
+                repair::restore(self, vm, &error.to_string(), None);
             }
             return Err(error);
         }

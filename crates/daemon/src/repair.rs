@@ -15,7 +15,7 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tracing::{error, info, warn};
-use understudy_protocol::repair::{Repair, RepairAction, RepairEvent, RepairPhase};
+use understudy_protocol::repair::{Repair, RepairAction, RepairEvent, RepairPhase, is_history};
 use understudy_protocol::{HostName, Time, VmName};
 use understudy_qemu::{CpuNeeds, Vendor};
 use understudy_replication::clock;
@@ -87,8 +87,22 @@ pub struct Repairer {
     /// Whether this host restores protection at all.
     enabled: bool,
     state: Mutex<State>,
-    events: Sender<RepairEvent>,
-    inbox: Receiver<RepairEvent>,
+    events: Sender<Told>,
+    inbox: Receiver<Told>,
+}
+
+/// What happens to a VM's protection.
+#[derive(Debug, PartialEq)]
+struct Told {
+    event: RepairEvent,
+    /// The session of which this is the end, if it is the end of one.
+    of: Option<String>,
+}
+
+impl From<RepairEvent> for Told {
+    fn from(event: RepairEvent) -> Told {
+        Told { event, of: None }
+    }
 }
 
 #[derive(Default)]
@@ -131,11 +145,21 @@ impl Repairer {
         lock(&self.state).wish = wish;
     }
 
-    /// Protection is lost, or could not be set up; whether it shall be restored.
-    pub fn lost(&self, reason: &str) -> bool {
+    /// The operator wants what was wanted before: nothing came of the last wish.
+    pub fn take_back(&self, former: Option<Wish>) {
+        let is_wanted = former.is_some();
+        self.set_wish(former);
+        if !is_wanted {
+            self.ended();
+        }
+    }
+
+    /// Protection is lost, by the end `of` a session, or could not be set up; whether it shall be restored.
+    pub fn lost(&self, reason: &str, of: Option<&str>) -> bool {
         let Some(wish) = self.wanted() else { return false };
         if wish.followed_by(&self.vm).is_none() {
-            self.tell(RepairEvent::Lost(reason.to_owned()));
+            let (event, of) = (RepairEvent::Lost(reason.to_owned()), of.map(str::to_owned));
+            self.tell(Told { event, of });
         }
         true
     }
@@ -145,7 +169,7 @@ impl Repairer {
         let wanted = self.wanted().is_some_and(|wish| wish.followed_by(&self.vm).is_none());
         if wanted {
             let (host, reason) = (peer.clone(), reason.to_owned());
-            self.tell(RepairEvent::Sick { host, reason, times });
+            self.tell(RepairEvent::Sick { host, reason, times }.into());
         }
         wanted
     }
@@ -176,12 +200,12 @@ impl Repairer {
 
     /// Ends the repair: the operator decided.
     pub fn ended(&self) {
-        self.tell(RepairEvent::Ended);
+        self.tell(RepairEvent::Ended.into());
     }
 
-    fn tell(&self, event: RepairEvent) {
+    fn tell(&self, told: Told) {
         // The inbox is this value's own.
-        let _ = self.events.send(event);
+        let _ = self.events.send(told);
     }
 
     /// Words on what is being done about lost protection, for people.
@@ -252,8 +276,8 @@ impl Repairer {
         rests
     }
 
-    fn is_attempting(&self) -> bool {
-        matches!(lock(&self.state).core.phase(), RepairPhase::Attempting(_))
+    fn awaits_protection(&self) -> bool {
+        lock(&self.state).core.awaits_protection()
     }
 }
 
@@ -262,9 +286,14 @@ fn jitter() -> u32 {
     (RandomState::new().build_hasher().finish() % 1_001) as u32
 }
 
-/// Protection is lost, or could not be set up; whether it shall be restored. That begins.
-pub(crate) fn restore(host: &Arc<Host>, vm: &Arc<PrimaryVm>, reason: &str) -> bool {
-    let wanted = vm.repairer.lost(reason);
+/// Protection is lost, by the end `of` a session, or could not be set up; whether it shall be restored. That begins.
+pub(crate) fn restore(
+    host: &Arc<Host>,
+    vm: &Arc<PrimaryVm>,
+    reason: &str,
+    of: Option<&str>,
+) -> bool {
+    let wanted = vm.repairer.lost(reason, of);
     if wanted {
         start(host, vm);
     }
@@ -300,15 +329,15 @@ pub(crate) fn start(host: &Arc<Host>, vm: &Arc<PrimaryVm>) {
 }
 
 /// Watches a VM; never holds it while it waits or asks other hosts.
-fn watch(host: &Weak<Host>, vm: &Weak<PrimaryVm>, inbox: &Receiver<RepairEvent>) {
+fn watch(host: &Weak<Host>, vm: &Weak<PrimaryVm>, inbox: &Receiver<Told>) {
     loop {
         let Some(sleep) = vm.upgrade().map(|vm| vm.repairer.sleep()) else { return };
-        let event = match inbox.recv_timeout(sleep) {
-            Ok(event) => event,
-            Err(RecvTimeoutError::Timeout) => RepairEvent::Tick,
+        let told = match inbox.recv_timeout(sleep) {
+            Ok(told) => told,
+            Err(RecvTimeoutError::Timeout) => RepairEvent::Tick.into(),
             Err(RecvTimeoutError::Disconnected) => return,
         };
-        if step(host, vm, event).is_none() {
+        if step(host, vm, told).is_none() {
             return;
         }
         let rests = vm.upgrade().is_none_or(|vm| vm.is_protected() && vm.repairer.may_rest());
@@ -320,12 +349,16 @@ fn watch(host: &Weak<Host>, vm: &Weak<PrimaryVm>, inbox: &Receiver<RepairEvent>)
 
 /// Feeds one event and does what comes of it. None when the VM or the host has
 /// gone.
-fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, event: RepairEvent) -> Option<()> {
-    let mut events = VecDeque::from([event]);
-    while let Some(mut event) = events.pop_front() {
+fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, told: Told) -> Option<()> {
+    let mut events = VecDeque::from([told]);
+    while let Some(Told { mut event, of }) = events.pop_front() {
         let vm = weak.upgrade()?;
         strike("repair", vm.name());
-        if event == RepairEvent::Tick && vm.repairer.is_attempting() && vm.is_protected() {
+        let under_way = vm.active_session().map(|session| session.id.clone());
+        if of.is_some_and(|of| is_history(&of, under_way.as_ref())) {
+            event = RepairEvent::Tick;
+        }
+        if event == RepairEvent::Tick && vm.repairer.awaits_protection() && vm.is_protected() {
             event = RepairEvent::Protected;
         }
         let actions = vm.repairer.handle(event);
@@ -338,14 +371,14 @@ fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, event: RepairEvent) -> Option
                 RepairAction::Survey => {
                     let needs = needs(&host, &*weak.upgrade()?);
                     let found = host.survey(&name, &needs);
-                    events.push_back(RepairEvent::Surveyed(found));
+                    events.push_back(RepairEvent::Surveyed(found).into());
                 }
                 RepairAction::Replace(reason) => host.give_backup_up(&*weak.upgrade()?, reason),
                 RepairAction::Attempt(to) => {
                     info!(vm = %name, "looking for a backup: trying host {to}");
                     if let Err(error) = host.protect_again(&weak.upgrade()?, &to) {
                         info!(vm = %name, "{error}");
-                        events.push_back(RepairEvent::Lost(error.to_string()));
+                        events.push_back(RepairEvent::Lost(error.to_string()).into());
                     }
                 }
             }
@@ -439,8 +472,11 @@ mod tests {
     #[test]
     fn a_group_is_repaired_by_its_first_vm_alone() {
         let (leader, follower) = (repairer("db", true, true), repairer("web", true, true));
-        assert!(leader.lost("b is silent") && follower.lost("b is silent"));
-        assert_eq!(leader.inbox.try_recv(), Ok(RepairEvent::Lost("b is silent".into())));
+        let lost = |vm: &Repairer| vm.lost("b is silent", Some("session"));
+        assert!(lost(&leader) && lost(&follower));
+        let told =
+            Told { event: RepairEvent::Lost("b is silent".into()), of: Some("session".to_owned()) };
+        assert_eq!(leader.inbox.try_recv(), Ok(told));
         assert!(follower.inbox.try_recv().is_err());
         let words = follower.describe().unwrap();
         assert!(words.contains("group shop") && words.contains("db"), "{words}");
@@ -449,11 +485,11 @@ mod tests {
     #[test]
     fn nobody_repairs_what_nobody_wants() {
         for unwanted in [repairer("web", false, true), repairer("web", true, false)] {
-            assert!(!unwanted.lost("b is silent"));
+            assert!(!unwanted.lost("b is silent", None));
             assert_eq!(unwanted.describe(), None);
         }
         let ended = repairer("db", true, true);
         ended.set_wish(None);
-        assert!(!ended.lost("b is silent") && ended.inbox.try_recv().is_err());
+        assert!(!ended.lost("b is silent", None) && ended.inbox.try_recv().is_err());
     }
 }

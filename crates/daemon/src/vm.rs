@@ -279,9 +279,10 @@ impl PrimaryVm {
         self.session().is_some_and(|session| session.is_elsewhere())
     }
 
-    /// The host that has it now, if the last session ended with a planned fail-over.
+    /// The host that has it now, if the last session ended with a planned fail-over: it goes on there, or is to, from
+    /// where it was here.
     pub fn handed_over_to(&self) -> Option<HostName> {
-        let session = self.session().filter(|session| session.was_handed_over());
+        let session = self.session().filter(|session| session.has_gone_over());
         session.map(|session| session.peer.clone())
     }
 

@@ -56,6 +56,8 @@ mutants! {
     FreezeNothing,
     /// A primary goes on alone when protection is ended, before its backup has let go.
     LeaveWithoutWord,
+    /// A backup that was told to forget the VM is to acknowledge epochs all the same.
+    HurryTheForgetful,
     /// The primary forgets that a backup may take over with its very first epoch.
     EntitledTooLate,
     /// A planned fail-over does not wait for the last epoch.

@@ -81,6 +81,8 @@ coverage! {
     stood_down,
     /// Ending protection turned into a contest.
     stand_downs_contested,
+    /// A backup took its time to forget the VM.
+    long_forgettings,
     /// A QEMU died under a host that lives.
     guest_deaths,
     /// A QEMU that seemed to hang was to be taken over.

@@ -385,7 +385,13 @@ impl World {
                 self.handing_over = true;
                 self.moment(Moment::HandingOver);
             }
-            (StandingDown, Contesting(_)) => self.coverage.stand_downs_contested += 1,
+            (StandingDown, Contesting(reason)) => {
+                self.coverage.stand_downs_contested += 1;
+                // The end of protection is itself one of those that strike.
+                if self.coverage.faults <= 1 && self.coverage.records_torn == 0 {
+                    self.violation(format!("a backup that forgets the VM is lost: {reason}"));
+                }
+            }
             (StandingDown, Alone(_)) => self.coverage.stood_down += 1,
             (Contesting(_), Alone(_)) => {
                 self.coverage.primaries_alone += 1;

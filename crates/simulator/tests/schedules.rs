@@ -51,7 +51,10 @@ fn broken_by(mutant: Mutant) -> &'static str {
             }
             KeepUnrecorded | KeepTheUseless => "does not start it, and keeps it",
             OpenWhatIsDead => "that was never started",
-            HangUpUntold => "hangs up before its primary has heard why",
+            HangUpUntold => {
+                "hangs up before its primary has heard why|a backup that forgets the VM is lost"
+            }
+            HurryTheForgetful => "a backup that forgets the VM is lost",
             ContestUnfit | NothingHangs => "could not start it",
             ContestWhenBroken | StayDiverged => "may still win the VM",
             KeepLateGrant => "had given the VM up",

@@ -305,6 +305,34 @@ fn one_members_qemu_is_killed_and_the_group_moves() {
     });
 }
 
+// Before, the other member was ended, too, which nobody else had.
+#[test]
+fn a_member_that_dies_in_the_first_copy_takes_the_other_not_along() {
+    play(SceneOptions { memory_mib: 256, ..options().calm() }, |scene| {
+        let companion = Companion::new(scene)?;
+        scene.start_guest("a")?;
+        companion.start(scene.host("a")?)?;
+        scene.await_guest()?;
+        companion.await_boot(scene)?;
+        let client = scene.record_client(PACE)?;
+        await_service(&client)?;
+        scene.lab().limit_speed("b", 8)?;
+        let a = scene.host("a")?;
+        a.call(["protect", VM, COMPANION, "--group", "pair", "--to", "b", "--no-wait"])?;
+        let status = a.status(VM)?;
+        ensure!(protection(&status).0 == "syncing", "too fast to die meanwhile: {status}");
+        a.kill_qemu(COMPANION)?;
+        wait_for("the group to be given up", LIMIT, || {
+            Ok(alone(&scene.status("a")?).is_some().then_some(()))
+        })?;
+        wait_for("the companion to have ended", LIMIT, || {
+            Ok((a.status(COMPANION)?["role"] == "fenced").then_some(()))
+        })?;
+        await_service(&client)?;
+        prove_disk(scene, "a", close(client)?)
+    });
+}
+
 // Before, the member that started was live, and the other, which its former host still had, was ended there.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
