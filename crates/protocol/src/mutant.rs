@@ -142,6 +142,8 @@ mutants! {
     KeepTheSick,
     /// An attempt to protect the VM that failed is not followed by another.
     StayWithAttempt,
+    /// An attempt to protect the VM is charged with the end of one before, and what is protected all the same is not heeded.
+    ChargeTheNext,
     /// A mirror counts as an image that the guest ran on.
     MirrorCounts,
     /// A valid image is concluded although hosts are silent that may have run it.

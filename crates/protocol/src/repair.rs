@@ -84,7 +84,7 @@ pub enum RepairAction {
 
 /// Whether the loss of a session is history: another one is under way since, and tells of its own.
 pub fn is_history<S: PartialEq>(of: &S, under_way: Option<&S>) -> bool {
-    under_way.is_some_and(|under_way| under_way != of)
+    under_way.is_some_and(|under_way| under_way != of) && !planted!(ChargeTheNext)
 }
 
 /// The phase in which the repair is.
@@ -148,7 +148,11 @@ impl Repair {
 
     /// Whether it matters that the VM is protected, whoever saw to that: [`RepairEvent::Protected`] is to be told.
     pub fn awaits_protection(&self) -> bool {
-        !matches!(self.phase, RepairPhase::Idle | RepairPhase::Replacing(_))
+        match self.phase {
+            RepairPhase::Idle | RepairPhase::Replacing(_) => false,
+            RepairPhase::Attempting(_) => true,
+            RepairPhase::Surveying | RepairPhase::Waiting(_) => !planted!(ChargeTheNext),
+        }
     }
 
     /// Time at which [`RepairEvent::Tick`] is due next, if nothing else happens.

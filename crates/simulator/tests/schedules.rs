@@ -66,6 +66,7 @@ fn broken_by(mutant: Mutant) -> &'static str {
             GiveUpRepair | StayWithAttempt | KeepTheSick | JumpTheQueue => {
                 "protection did not return"
             }
+            ChargeTheNext => "and a backup is looked for|protection did not return",
             MirrorCounts | ConcludeFromSilence | SilentNeverRan => "image is valid, named is",
             StartForeign => "may start the VM",
             ForgetTheClaim => "may not start it",
