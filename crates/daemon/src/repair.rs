@@ -459,7 +459,10 @@ mod tests {
         assert_eq!(command(Wish::alone(plain.clone())), "understudy protect db --to b");
         let group =
             GroupMembers { name: literal("shop"), vms: vec![literal("db"), literal("web")] };
-        let request = ProtectRequest { hold_console: true, repair: false, ..plain };
+        // A group's policy is in its wish, whoever said it: these numbers only its members' definitions can have.
+        let own = Policy::Adaptive { max_epoch_ms: 50, pause_budget_percent: 20 };
+        let request =
+            ProtectRequest { hold_console: true, repair: false, policy: Some(own), ..plain };
         let wish = Wish { request: request.clone(), group: Some(group) };
         assert_eq!(
             command(wish),

@@ -85,7 +85,8 @@ impl ProtectRequest {
         add(!self.disk_reads.is_backup(), "--disk-reads log");
         match self.policy {
             Some(Policy::Interval { hz }) => add(true, &format!("--policy interval --hz {hz}")),
-            Some(Policy::Adaptive { .. }) => add(true, "--policy adaptive"),
+            // Other numbers are the definition's: no option says them.
+            Some(policy) => add(policy == Policy::default(), "--policy adaptive"),
             None => {}
         }
         let EncodingPlan { compression, cache_pages } = self.encoding;

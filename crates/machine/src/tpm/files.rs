@@ -133,9 +133,10 @@ fn existing(opened: nix::Result<OwnedFd>) -> nix::Result<Option<OwnedFd>> {
 
 fn no_state(run_dir: &Path, why: &str) -> String {
     format!(
-        "{} {why}: no swtpm has made it, and whoever has is in the guest's QEMU or swtpm; put a copy of the TPM's state there, \
+        "{} {why}: no swtpm has made it, and whoever has is in the guest's QEMU or swtpm; put a copy of the TPM's state to {}, \
          or remove it, and the guest gets a new TPM",
-        own(run_dir).display()
+        own(run_dir).display(),
+        kept(run_dir).display()
     )
 }
 

@@ -62,7 +62,9 @@ impl Tokens {
         if let Some(access) = self.config.access_of(token) {
             return Ok(access);
         }
-        if let Some(from) = from.filter(|from| self.guesses.note(*from, now)) {
+        // A token whose file cannot be used is no guess.
+        let all_count = || self.config.problems_of_tokens().is_empty();
+        if let Some(from) = from.filter(|from| all_count() && self.guesses.note(*from, now)) {
             self.journal.wrong_tokens(from);
         }
         let message = "this token is in no file of [api.tokens] of the host's configuration";

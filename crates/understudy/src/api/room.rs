@@ -9,9 +9,9 @@ use tokio::task::{JoinError, spawn_blocking};
 use understudy_report::{ErrorKind, HostError};
 
 /// Calls at the same time.
-const MOST_CALLS: usize = 448;
+const MOST_CALLS: usize = 416;
 /// Calls at the same time that wait for snapshot stores.
-pub const MOST_AT_STORES: usize = 32;
+pub const MOST_AT_STORES: usize = 64;
 /// Threads of the runtime that wait, at most.
 const THREADS: usize = MOST_CALLS + MOST_AT_STORES + 32;
 /// The number of threads: one is for the API, which waits on the host, and one for whoever else

@@ -95,19 +95,16 @@ fn wait(
     mut next: impl FnMut() -> Result<VmStatus, Failure>,
 ) -> Result<VmStatus, Failure> {
     loop {
-        let is_silent = silence.is_worth_waiting(&status);
+        // Both look at each status.
+        let waits = lapse.is_worth_waiting(&status) | silence.is_worth_waiting(&status);
         let reason = match &status.protection {
-            Protection::Degraded { .. } if is_silent => {
-                status = next()?;
-                continue;
-            }
             Protection::Protected { .. } | Protection::Unheld { .. } => return Ok(status),
             Protection::Syncing { .. } => {
                 progress.update(&status.protection);
                 status = next()?;
                 continue;
             }
-            Protection::Degraded { .. } if lapse.is_worth_waiting(&status) => {
+            Protection::Degraded { .. } if waits => {
                 status = next()?;
                 continue;
             }
