@@ -66,7 +66,10 @@ fn broken_by(mutant: Mutant) -> &'static str {
             GiveUpRepair | StayWithAttempt | KeepTheSick | JumpTheQueue => {
                 "protection did not return"
             }
-            ChargeTheNext => "and a backup is looked for|protection did not return",
+            // It offers what is protected to another host, too, and leaves its backup waiting.
+            ChargeTheNext => {
+                "and a backup is looked for|protection did not return|and nothing moves"
+            }
             MirrorCounts | ConcludeFromSilence | SilentNeverRan => "image is valid, named is",
             StartForeign => "may start the VM",
             ForgetTheClaim => "may not start it",
