@@ -16,6 +16,7 @@ use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{BackupPhase, Generation, PrimaryPhase};
 use understudy_replication::backup;
+use understudy_replication::membership::GroupMembers;
 use understudy_replication::records::Record;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
@@ -303,7 +304,12 @@ impl Host {
                     vm.repairer.diverged();
                 }
                 if !vm.machine().is_alive() {
-                    // Its fellows go on without it.
+                    // Its fellows go on without it; whoever leads its group would see to their protection.
+                    let leads = |group: &GroupMembers| group.vms.first() == Some(vm.name());
+                    if let Some(group) = vm.repairer.group().filter(leads) {
+                        vm.repairer.set_wish(None);
+                        self.dissolve(&group, vm.name(), "has died");
+                    }
                     return self.fence(vm, format!("the VM ended: {reason}"));
                 }
                 repair::restore(self, vm, &reason, Some(session));

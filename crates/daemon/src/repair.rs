@@ -442,7 +442,7 @@ fn offered(host: &Host, vm: &PrimaryVm) -> Offered {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use understudy_protocol::literal;
+    use understudy_protocol::{Policy, literal};
 
     fn repairer(vm: &'static str, repair: bool, enabled: bool) -> Repairer {
         let group =

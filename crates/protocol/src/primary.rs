@@ -29,8 +29,8 @@ pub const STALL: Duration = Duration::from_millis(40);
 const HAND_OVER_PATIENCE: Duration = Duration::from_secs(10);
 
 /// A backup that was told to forget the VM, and lives, must have done so within this time: it may have
-/// to end a QEMU with much memory, and to bring a disk's mirror to stable storage.
-const STAND_DOWN_PATIENCE: Duration = Duration::from_secs(10);
+/// to end a QEMU with much memory, and to bring a disk's mirror to stable storage. Output waits for that.
+const STAND_DOWN_PATIENCE: Duration = Duration::from_secs(3);
 
 /// Checkpoints that may be captured and not yet acknowledged.
 pub const PIPELINE_DEPTH: u64 = 2;
@@ -451,7 +451,8 @@ impl Primary {
 
     fn guest_died(&mut self, reason: String, actions: &mut Vec<PrimaryAction>) {
         match self.phase {
-            PrimaryPhase::Protected | PrimaryPhase::HandingOver | PrimaryPhase::StandingDown => {
+            // A backup that is told to forget the VM takes nothing over any more.
+            PrimaryPhase::Protected | PrimaryPhase::HandingOver => {
                 self.end_permit(actions);
                 actions.push(PrimaryAction::YieldToBackup);
                 self.halt(reason, actions);

@@ -245,17 +245,26 @@ fn a_backup_has_time_to_forget_the_vm_and_not_for_ever() {
     let mut silent = primary.clone();
     let lost = [PrimaryAction::ClosePeer, PrimaryAction::Contest(Generation(1))];
     assert_eq!(handle(&mut silent, 1_900, PrimaryEvent::Tick), lost);
-    for ms in (30..10_010).step_by(20) {
+    for ms in (30..3_010).step_by(20) {
         handle(&mut primary, ms, PrimaryEvent::Heard);
         assert_eq!(handle(&mut primary, ms, PrimaryEvent::Tick), [], "{ms} ms");
         assert!(primary.deadline() > Some(Time(Duration::from_millis(ms))), "it would never rest");
     }
     let mut hanging = primary.clone();
     let contest = [PrimaryAction::Contest(Generation(1))];
-    assert_eq!(handle(&mut hanging, 10_020, PrimaryEvent::Tick), contest);
+    assert_eq!(handle(&mut hanging, 3_020, PrimaryEvent::Tick), contest);
     assert!(matches!(hanging.phase(), PrimaryPhase::Contesting(_)));
     let alone = [PrimaryAction::ClosePeer, PrimaryAction::OpenOutput];
-    assert_eq!(handle(&mut primary, 10_020, PrimaryEvent::StoodDown), alone);
+    assert_eq!(handle(&mut primary, 3_020, PrimaryEvent::StoodDown), alone);
+
+    // Before, it was to go on where it was being forgotten.
+    let mut dies = fresh();
+    handle(&mut dies, 1, PrimaryEvent::Captured);
+    handle(&mut dies, 2, PrimaryEvent::Acknowledged(Epoch(1)));
+    handle(&mut dies, 10, PrimaryEvent::Unprotect);
+    let actions = handle(&mut dies, 11, PrimaryEvent::GuestDied("QEMU was killed".to_owned()));
+    assert!(!actions.contains(&PrimaryAction::YieldToBackup), "{actions:?}");
+    assert!(matches!(dies.phase(), PrimaryPhase::Halted(_)) && !dies.is_elsewhere());
 }
 
 // Before, a VM that should be protected was not, and nothing said so.

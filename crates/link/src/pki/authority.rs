@@ -33,7 +33,7 @@ impl Authority {
         if *certificate.subject_public_key_info() != *key.subject_public_key_info() {
             return Err(invalid(format!(
                 "{CA_KEY} is not the key of {}: the hosts that have this certificate would take nothing that it signs; \
-                 bring the key back that was made with it, or move both away",
+                 bring the key back that was made with it, or move all that is in that directory away",
                 path.display()
             )));
         }

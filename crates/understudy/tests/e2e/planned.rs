@@ -53,7 +53,7 @@ fn a_backup_that_takes_its_time_to_forget_is_no_loss_and_needs_no_arbiter() {
     for daemon in options.daemons.values_mut() {
         daemon.settings += "lease_seconds = 0\n";
     }
-    let slow = ("FAILPOINTS".to_owned(), "forget=sleep(4000)".to_owned());
+    let slow = ("FAILPOINTS".to_owned(), "forget=sleep(1500)".to_owned());
     options.daemons.get_mut("b").expect("a host b").environment.push(slow);
     play_protected(options, |scene, client| {
         await_service(&client)?;
