@@ -11,6 +11,7 @@ mod bridges;
 mod closing;
 pub mod config;
 pub mod containment;
+mod deadline;
 mod expiry;
 mod file_lock;
 mod findings;

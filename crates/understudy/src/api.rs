@@ -198,9 +198,10 @@ async fn protect(
     waiting: Waiting,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let request = read(body)?;
-    let begin = |host: &dyn Control, name: &VmName| host.protect(name, request);
-    protect_with(host, &jobs, name, waiting, begin).await
+    protect_with(host, &jobs, name, waiting, body, |host, name, request| {
+        host.protect(name, request)
+    })
+    .await
 }
 
 async fn protect_again(
@@ -210,26 +211,29 @@ async fn protect_again(
     waiting: Waiting,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let request = read(body)?;
-    let begin = |host: &dyn Control, name: &VmName| host.protect_again(name, request);
-    protect_with(host, &jobs, name, waiting, begin).await
+    protect_with(host, &jobs, name, waiting, body, |host, name, request| {
+        host.protect_again(name, request)
+    })
+    .await
 }
 
 /// Begins a protection, and answers that it has begun or with the job that it is.
-async fn protect_with(
+async fn protect_with<T: DeserializeOwned + Send + 'static>(
     host: Arc<dyn Control>,
     jobs: &Jobs,
     name: VmName,
     waiting: Waiting,
-    begin: impl FnOnce(&dyn Control, &VmName) -> Result<VmStatus, HostError> + Send + 'static,
+    body: Body,
+    begin: impl FnOnce(&dyn Control, &VmName, T) -> Result<VmStatus, HostError> + Send + 'static,
 ) -> Result<Response, ApiError> {
+    let request = read(body)?;
     if jobs::is_waited_for(waiting)? {
-        let status = blocking(move || begin(&*host, &name)).await?;
+        let status = blocking(move || begin(&*host, &name, request)).await?;
         return Ok(Json(status).into_response());
     }
     let subject = name.to_string();
     let work = move |job: &jobs::Running| {
-        let begun = begin(&*host, &name)?;
+        let begun = begin(&*host, &name, request)?;
         jobs::follow_protection(&*host, begun, job)
     };
     jobs.begin(jobs::JobKind::Protect, subject, None, work)

@@ -9,6 +9,7 @@ use crate::admission::open_disks;
 use crate::arrivals::Arrival;
 use crate::config::LONGEST_LEASE;
 use crate::containment::spawn_for_request;
+use crate::deadline::Bounded;
 use crate::host::{Host, internal};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::{Deserialize, Serialize};
@@ -19,7 +20,7 @@ use std::os::unix::net::UnixStream;
 use std::process::Child;
 use std::str::FromStr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tracing::warn;
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::VmDefinition;
@@ -363,10 +364,12 @@ fn first_line(from: &mut UnixStream) -> io::Result<String> {
 
 /// The answer to an order; the end of whoever was to give it is one, too, and its silence.
 fn hear(said: UnixStream, patience: Duration) -> Answer {
-    let said = Until { said, end: Instant::now() + patience }.take(LONGEST_ANSWER);
+    let said = Bounded::new(said, patience).take(LONGEST_ANSWER);
     let mut line = String::new();
     match BufReader::new(said).read_line(&mut line) {
-        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+        Err(error)
+            if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) =>
+        {
             let message = format!("its keeper has not answered for {} s", patience.as_secs());
             Err(HostError::new(ErrorKind::Unreachable, message))
         }
@@ -377,23 +380,6 @@ fn hear(said: UnixStream, patience: Duration) -> Answer {
             let message = "its keeper has ended: the daemon's log has its words".to_owned();
             Err(HostError::new(ErrorKind::Internal, message))
         }
-    }
-}
-
-/// What a keeper says until a moment, however slowly.
-struct Until {
-    said: UnixStream,
-    end: Instant,
-}
-
-impl Read for Until {
-    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        let left = self.end.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(io::ErrorKind::WouldBlock.into());
-        }
-        self.said.set_read_timeout(Some(left))?;
-        self.said.read(bytes)
     }
 }
 

@@ -1,9 +1,10 @@
 //! The host that joins: makes its key, shows its public half, and writes what it is told.
 
-use super::message::{Bounded, Grant, LIMIT, Reply, Request, WrongSecret};
+use super::message::{Grant, LIMIT, Reply, Request, WrongSecret};
 use super::message::{receive_reply, send_request};
 use super::token::{Fingerprint, Token};
 use super::{Made, Plan};
+use crate::deadline::Bounded;
 use crate::host::prepare_directory;
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
@@ -99,7 +100,7 @@ fn converse(socket: TcpStream, token: &Token, request: &Request) -> anyhow::Resu
     // Which host it is, its secret tells.
     let name = ServerName::IpAddress(token.address.ip().into());
     let connection = ClientConnection::new(Arc::new(client), name)?;
-    let mut stream = StreamOwned::new(connection, Bounded::new(socket));
+    let mut stream = StreamOwned::new(connection, Bounded::new(socket, LIMIT));
     let asked = send_request(&mut stream, &token.secret, request)?;
     receive_reply(&mut stream, &token.secret, &asked)
 }

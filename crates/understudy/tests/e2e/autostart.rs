@@ -306,6 +306,16 @@ fn the_members_of_a_group_come_up_and_are_protected_as_one() {
     });
 }
 
+/// Host b is back, and the guest's: host a leaves it to that.
+fn await_successor(scene: &mut Scene) -> Result<()> {
+    scene.restart("b")?;
+    await_coming_up(scene, "b")?;
+    wait_for("host a to leave it to host b", LIMIT, || {
+        Ok(awaited(scene, "a")?.is_none().then_some(()))
+    })?;
+    ensure_nothing(scene, "a")
+}
+
 /// A host that lost the guest does not bring it up, whatever its record says, while its successor may
 /// have it; that one does.
 #[test]
@@ -319,12 +329,7 @@ fn a_former_primary_waits_for_its_successor() {
         ensure!(told.contains("is to come up here") && told.contains(&reason), "{told}");
         let (_, words) = refusal(scene.host("a")?, &["unprotect", VM])?;
         ensure!(words.contains("is to come up here"), "{words}");
-        scene.restart("b")?;
-        await_coming_up(scene, "b")?;
-        wait_for("host a to leave it to host b", LIMIT, || {
-            Ok(awaited(scene, "a")?.is_none().then_some(()))
-        })?;
-        ensure_nothing(scene, "a")
+        await_successor(scene)
     });
 }
 
@@ -344,12 +349,7 @@ fn a_former_primary_waits_for_its_successor_if_the_arbiter_has_lost_its_records(
         let dry = scene.host("a")?.cli(["recover", VM, "--dry-run", "--json"])?;
         let found: Value = serde_json::from_slice(&dry.stdout)?;
         ensure!(found["valid"].is_null(), "{found}");
-        scene.restart("b")?;
-        await_coming_up(scene, "b")?;
-        wait_for("host a to leave it to host b", LIMIT, || {
-            Ok(awaited(scene, "a")?.is_none().then_some(()))
-        })?;
-        ensure_nothing(scene, "a")
+        await_successor(scene)
     });
 }
 
