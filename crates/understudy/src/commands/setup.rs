@@ -27,10 +27,12 @@ pub fn init(args: &InitArgs, json: bool) -> Result<Exit, Failure> {
     };
     let made = setup::init(&plan, arbiter)?;
     say(json, &made, || describe(&made))?;
+    // Whoever joins late, or never, keeps this host from nothing; its daemon hears of a new peer.
+    let finished = finish(&args.host, json)?;
     if !args.alone {
         invite_from(&args.host.dir, &args.invitation, args.host.start, json)?;
     }
-    finish(&args.host, json)
+    Ok(finished)
 }
 
 /// Invites a host.
