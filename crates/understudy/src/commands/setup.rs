@@ -77,7 +77,9 @@ fn welcome(joined: &Joined) -> String {
     if !joined.unknown_to.is_empty() {
         let names: Vec<&str> = joined.unknown_to.iter().map(HostName::as_str).collect();
         let (names, line) = (names.join(", "), &joined.line);
-        text += &format!("add it on {names}, too, to [peers] of their host.toml:\n\n  {line}\n\n");
+        text += &format!(
+            "add it on {names}, too, to [peers] of their host.toml, in place of an older line:\n\n  {line}\n\n"
+        );
     }
     text
 }
