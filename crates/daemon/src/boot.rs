@@ -211,11 +211,10 @@ impl Host {
         // Everything works: only now the arbiter's record changes.
         let _claim = self.arrivals.begin_claim(&name);
         self.note_claim(&name, &past)?;
-        let generation = self.take_ownership(&name, past.newest)?;
+        let generation = self.claim_after(&name, past.newest, &past.lease)?;
         fail::fail_point!("claimed", |_| {
             Err(failed("cannot start the VM", &anyhow::anyhow!("a test says so")))
         });
-        self.check_former(&name, &past.lease)?;
         self.note_active(&machine, generation, &past, &run_dir)?;
         machine.settle_tpm().map_err(|error| failed("cannot start the VM", &error))?;
         let former_backup = past.former_backup();

@@ -5,10 +5,11 @@ use crate::host::Host;
 use std::collections::BTreeSet;
 use std::thread;
 use std::time::{Duration, Instant};
-use tracing::info;
+use tracing::{info, warn};
 use understudy_arbiter::{Arbiter, Unreachable};
 use understudy_protocol::{Generation, HostName, LeaseSight, LeaseWatch, Renewal, VmName};
 use understudy_replication::clock;
+use understudy_replication::moments::pass;
 use understudy_report::error::{ErrorKind, HostError};
 
 /// Time between two looks at the renewals.
@@ -60,20 +61,56 @@ impl Host {
         Ok(hosts.filter(|host| *host != self.config.name).collect())
     }
 
-    /// Sees, once the VM is this host's, that nothing has changed since its former owners were found
-    /// to let nothing out.
-    pub(crate) fn check_former(&self, vm: &VmName, former: &FormerLease) -> Result<(), HostError> {
-        let Some(arbiter) = &self.arbiter else { return Ok(()) };
+    /// Claims a VM whose former owners were found to let nothing out, if nothing has changed since. That may be long ago,
+    /// and whoever lives and loses the VM ends its copy: so it is looked before, and nothing is changed at the arbiter, as
+    /// well as afterwards.
+    pub(crate) fn claim_after(
+        &self,
+        vm: &VmName,
+        newest: Generation,
+        former: &FormerLease,
+    ) -> Result<Generation, HostError> {
+        pass("before-claim");
+        if self.has_changed(vm, former)? {
+            let message = format!(
+                "the former owner of {vm} has renewed its lease, or withdrawn it, since this host waited for its \
+                 end: it lives, and nothing was changed. `understudy failover {vm}` there moves the VM, \
+                 `understudy vm stop {vm}` there ends it"
+            );
+            return Err(HostError::new(ErrorKind::Conflict, message));
+        }
+        let generation = self.take_ownership(vm, newest)?;
+        let unchanged = match self.has_changed(vm, former) {
+            Ok(false) => return Ok(generation),
+            Ok(true) => Ok(()),
+            Err(error) => Err(error),
+        };
+        self.give_back(vm, generation);
+        unchanged?;
+        let message = format!(
+            "the former owner of {vm} renewed its lease, or withdrew it, while this host took the \
+             VM: it lives, and ends its copy as soon as it reads the arbiter; then ask again"
+        );
+        Err(HostError::new(ErrorKind::Conflict, message))
+    }
+
+    /// Gives a VM up that was claimed and is not started.
+    pub(crate) fn give_back(&self, vm: &VmName, generation: Generation) {
+        let released = self.arbiter.as_ref().map_or(Ok(()), |it| it.release(vm, generation));
+        if let Err(error) = released {
+            warn!(%vm, "{error}");
+        }
+    }
+
+    /// Whether a former owner has done anything since it was found to let nothing out.
+    fn has_changed(&self, vm: &VmName, former: &FormerLease) -> Result<bool, HostError> {
+        let Some(arbiter) = &self.arbiter else { return Ok(false) };
         for (generation, last) in &former.0 {
             if read(arbiter, vm, *generation)? != *last {
-                let message = format!(
-                    "the former owner of {vm} renewed its lease, or withdrew it, while this host took the \
-                     VM: it lives, and ends its copy as soon as it reads the arbiter; then ask again"
-                );
-                return Err(HostError::new(ErrorKind::Conflict, message));
+                return Ok(true);
             }
         }
-        Ok(())
+        Ok(false)
     }
 }
 
@@ -87,6 +124,7 @@ fn await_end(
     let mut watch = LeaseWatch::default();
     let mut unanswered: Option<Instant> = None;
     loop {
+        let asked = clock::now();
         let found = match read(arbiter, vm, generation) {
             Ok(found) => found.filter(|found| contender.may_be(&found.host)),
             // A look that is left out proves nothing: what is unchanged at the next one was so meanwhile.
@@ -97,7 +135,7 @@ fn await_end(
             Err(error) => return Err(error),
         };
         unanswered = None;
-        match watch.look(clock::now(), found) {
+        match watch.look((asked, clock::now()), found) {
             LeaseSight::None => return Ok(None),
             LeaseSight::Wait(left) => {
                 info!(%vm, "waiting until the lease of {contender} is over: {left:?}");

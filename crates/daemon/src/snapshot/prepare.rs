@@ -13,7 +13,6 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::Duration;
-use tracing::warn;
 use understudy_cluster::Stopped;
 use understudy_cluster::boot_files::BootFiles;
 use understudy_cluster::disk_fill::DiskFiller;
@@ -201,11 +200,10 @@ impl Prepared {
         let _adding = host.adding.lock();
         host.check_unused(self.machine.definition())?;
         let _claim = host.arrivals.begin_claim(task.vm());
-        let generation = host.take_ownership(task.vm(), task.newest)?;
+        let generation = host.claim_after(task.vm(), task.newest, &self.former)?;
         let run = || -> anyhow::Result<()> {
             host.note_restoring(&self.machine, generation, task, self.owner.clone())?;
             fail::fail_point!("restore-claimed", |_| Err(anyhow!("a test says so")));
-            host.check_former(task.vm(), &self.former)?;
             let watch = Watch::begin(&self.machine, &self.filler)?;
             self.join(host, task, generation)?;
             self.machine.start_loaded()?;
@@ -217,11 +215,7 @@ impl Prepared {
         if let Err(error) = run() {
             self.machine.halt();
             host.end_restore(task.vm(), &task.id);
-            if let Some(arbiter) = &host.arbiter {
-                if let Err(error) = arbiter.release(task.vm(), generation) {
-                    warn!(vm = %task.vm(), "{error}");
-                }
-            }
+            host.give_back(task.vm(), generation);
             return Err(error);
         }
         host.add_restored(self.machine.clone(), generation, &task.id);

@@ -432,6 +432,36 @@ fn a_restore_by_force_is_refused_while_the_arbiter_names_no_owner() {
     });
 }
 
+/// Before, host b took it and started nothing, and host a ended its copy: the VM ran nowhere.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn an_owner_that_is_back_before_its_vm_is_claimed_keeps_it() {
+    let claims = Moment::new();
+    let mut options = short(ArbiterKind::File);
+    let daemon = options.daemons.get_mut("b").expect("a host");
+    daemon.environment.push(("FAILPOINTS".to_owned(), claims.action("before-claim", "1*")));
+    play_protected(options, |scene, client| {
+        unprotect(scene)?;
+        await_lease(scene)?;
+        scene.host("a")?.pause()?;
+        let recover = scene.host("b")?.begin(["recover", VM, "--force"])?;
+        claims.await_reached()?;
+        let lease = scene.lab().arbiter_directory().join(VM).join("1.lease");
+        let seen = fs::read(&lease)?;
+        scene.host("a")?.resume()?;
+        wait_for("host a to renew its lease", LIMIT, || {
+            Ok(fs::read(&lease).is_ok_and(|now| now != seen).then_some(()))
+        })?;
+        claims.end()?;
+        let (_, words) = refused(&recover.wait_with_output()?, "recover")?;
+        ensure!(words.contains("it lives, and nothing was changed"), "{words}");
+        await_service(&client)?;
+        let status = scene.await_live("a")?;
+        ensure!(status["generation"] == 1, "{status}");
+        prove_survival(scene, client, "a")
+    });
+}
+
 /// The VM is nobody else's meanwhile: the host that wakes up goes on with it.
 #[test]
 fn a_host_that_slept_and_lost_nothing_goes_on() {
