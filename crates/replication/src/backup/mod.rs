@@ -42,7 +42,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::thread;
 use std::time::Duration;
 use turn::Orders;
@@ -222,6 +222,7 @@ pub fn accept(
         rounds: Rounds::of_new_session(),
         received: AtomicU64::new(0),
         worked: AtomicU64::new(0),
+        mirrors_failed: AtomicBool::new(false),
         vitals: vitals::Vitals::default(),
         clock: takeover::Clock::default(),
         frames: frames::Frames::new(machine.ports()),

@@ -130,7 +130,7 @@ fn to_primary(stuff: &Stuff) -> Vec<ToPrimary> {
         ToPrimary::MayTakeOver(obstacle),
         ToPrimary::StoodDown,
         ToPrimary::Live(Generation(number)),
-        ToPrimary::Refuse(words.clone()),
+        ToPrimary::Refuse { reason: words.clone(), mirrors_failed: flag },
         ToPrimary::Diverged(words.clone()),
         ToPrimary::Progress(progress),
         ToPrimary::Written(Written(vec![number; usize::from(index % 7)])),
@@ -230,6 +230,8 @@ fn numbers_and_payloads_that_mean_nothing_are_refused() {
         (Kind::MayTakeOver, 0, b"\xc0"),
         (Kind::Progress, 0, b"short"),
         (Kind::Compared, 1, b""),
+        (Kind::Refuse, 2, b"words"),
+        (Kind::Refuse, 1, b"\xff"),
     ];
     are_malformed(&wrong, ToPrimary::decode);
 }

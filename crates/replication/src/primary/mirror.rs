@@ -187,7 +187,7 @@ fn rounds(session: &Session) -> anyhow::Result<()> {
             let (disks, mut is_late) = (machine.disks(), false);
             session.records.change(&session.vm, |record| {
                 is_late = disks.iter().any(|disk| has_other_rounds(disk, *rounds));
-                if !is_late {
+                if !is_late && !session.distrusts_mirrors.load(Ordering::Acquire) {
                     record.sessions = vec![session.id.clone()];
                 }
             })?;

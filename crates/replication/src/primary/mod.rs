@@ -207,6 +207,7 @@ pub fn protect(
         paths,
         place,
         diverged: AtomicBool::new(false),
+        distrusts_mirrors: AtomicBool::new(false),
         arbiter: plan.arbiter,
         ask_winner: plan.ask_winner,
         tell_sick: plan.tell_sick,

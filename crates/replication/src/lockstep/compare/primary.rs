@@ -257,6 +257,9 @@ fn condemn(session: &Session, report: &ComparisonReport) {
         words(&report.differences)
     );
     warn!(vm = %session.vm, "{reason}");
+    // First: the backup may never hear it.
+    session.note_divergence();
+    fail::fail_point!("condemn", |_| ());
     // If it cannot be sent the receiving thread finds out why.
     let _ = session.say(&ToBackup::Condemn(reason));
 }
