@@ -4,7 +4,7 @@ use crate::admission::open_disks;
 use crate::arrivals::Arrival;
 use crate::closing::StillOn;
 use crate::host::{Host, failed, internal};
-use crate::lease::FormerLease;
+use crate::lease::{Busy, FormerLease};
 use crate::lifecycle::check_stays;
 use crate::medium;
 use crate::repair::Wish;
@@ -18,8 +18,8 @@ use understudy_disk::Disk;
 use understudy_machine::Plan;
 #[cfg(feature = "fail-points")]
 use understudy_machine::home::Home;
-use understudy_protocol::Generation;
 use understudy_protocol::validity::ImageRole;
+use understudy_protocol::{Generation, Ownership};
 use understudy_protocol::{HostName, VmName};
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::LogRole;
@@ -87,6 +87,25 @@ impl Past {
     }
 }
 
+/// Those who owned a VM before the arbiter's word at a generation, and let nothing out any more.
+#[derive(Default)]
+struct Before {
+    /// The generation; none if there is no arbiter.
+    at: Option<Generation>,
+    lease: FormerLease,
+}
+
+impl Before {
+    /// The past with them, unless the arbiter has another word by now.
+    fn into_past(self, past: Past) -> Result<Past, HostError> {
+        if self.at.is_some_and(|at| at < past.newest) {
+            let message = "the VM was another host's meanwhile: ask again";
+            return Err(HostError::new(ErrorKind::Conflict, message));
+        }
+        Ok(past.after(self.lease))
+    }
+}
+
 impl Host {
     /// Starts a VM on this host, unprotected.
     pub fn vm_start(
@@ -94,24 +113,51 @@ impl Host {
         definition: CheckedDefinition,
     ) -> Result<VmStatus, HostError> {
         hold_in_a_test(&definition.name);
-        let adding = self.adding.lock();
-        self.take_place_to_start(&definition.name)?;
         let name = definition.name.clone();
+        let former = self.await_those_before(&name)?;
+        let adding = self.adding.lock();
+        self.take_place_to_start(&name)?;
         let _beginning = self.begin_in_place(&name);
         self.check_free(&definition)?;
-        let past = self.check_images(&definition)?;
+        let past = former.into_past(self.check_images(&definition)?)?;
         self.boot(definition.into(), past, adding)
     }
 
     /// Starts a VM on this host as its record says, wherever its images lie by now.
     pub fn vm_start_recorded(self: &Arc<Self>, name: &VmName) -> Result<VmStatus, HostError> {
+        let former = self.await_those_before(name)?;
         let adding = self.adding.lock();
         self.take_place_to_start(name)?;
         let _beginning = self.begin_in_place(name);
         let definition = self.checked_record(name)?;
         self.check_free(&definition)?;
-        let past = self.check_images(&definition)?;
+        let past = former.into_past(self.check_images(&definition)?)?;
         self.boot(definition.into(), past, adding)
+    }
+
+    /// Waits for those who owned a VM before the arbiter's word on it and may not have read that, before anything is held: this
+    /// may take as long as a lease.
+    fn await_those_before(&self, name: &VmName) -> Result<Before, HostError> {
+        let Some(arbiter) = &self.arbiter else { return Ok(Before::default()) };
+        let word = arbiter.current(name);
+        let now =
+            word.map_err(|error| HostError::new(ErrorKind::Unreachable, error.to_string()))?;
+        let at = now.as_ref().map(|now| now.generation).or(Some(Generation(0)));
+        // One that is another host's is not started here.
+        let may_start =
+            |now: &Ownership| now.host.as_ref().is_none_or(|it| *it == self.config.name);
+        let Some(now) = now.filter(may_start) else {
+            return Ok(Before { at, ..Before::default() });
+        };
+        let former = self.await_former_owners(name, &now)?;
+        let lease = former.map_err(|Busy(host, busy)| {
+            let message = format!(
+                "{name} cannot be started here: host {host}, which owned it before, {busy}; `understudy vm stop \
+                 {name}` there ends it"
+            );
+            HostError::new(ErrorKind::Conflict, message)
+        })?;
+        Ok(Before { at, lease })
     }
 
     /// The VM as it is on this host: its disks are the images that it runs on, or ran on last.

@@ -2,12 +2,15 @@
 
 use super::{Contender, Tenures};
 use crate::host::Host;
+use crate::recover::ImagesAnswer;
 use std::collections::BTreeSet;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_arbiter::{Arbiter, Unreachable};
-use understudy_protocol::{Generation, HostName, LeaseSight, LeaseWatch, Renewal, VmName};
+use understudy_protocol::{
+    Generation, HostName, LeaseSight, LeaseWatch, Ownership, Renewal, VmName,
+};
 use understudy_replication::clock;
 use understudy_replication::moments::pass;
 use understudy_report::error::{ErrorKind, HostError};
@@ -17,11 +20,56 @@ const LOOK: Duration = Duration::from_millis(300);
 /// Time for which the arbiter may leave looks unanswered: an etcd whose disk stands still does for seconds.
 const UNANSWERED: Duration = Duration::from_secs(10);
 
+/// A former owner that does something with the VM, and what.
+pub(crate) struct Busy(pub HostName, pub String);
+
 /// The leases of hosts that do not answer, as they were when they were over: none of a host for which the operator vouches.
 #[derive(Default)]
 pub(crate) struct FormerLease(Vec<(Generation, Option<Renewal>)>);
 
+impl FormerLease {
+    /// Both.
+    pub fn and(mut self, other: FormerLease) -> FormerLease {
+        self.0.extend(other.0);
+        self
+    }
+}
+
 impl Host {
+    /// Waits for all of these; see [`Host::await_lease`].
+    pub(crate) fn await_leases(
+        &self,
+        vm: &VmName,
+        contenders: &[Contender],
+        is_off: bool,
+    ) -> Result<FormerLease, HostError> {
+        contenders.iter().try_fold(FormerLease::default(), |ended, contender| {
+            Ok(ended.and(self.await_lease(vm, contender, is_off)?))
+        })
+    }
+
+    /// Sees that nobody who owned the VM before `now` goes on with it: whoever has won it since may not have come to run it,
+    /// nor have waited. One that answers, and does something with it, is the result.
+    pub(crate) fn await_former_owners(
+        &self,
+        vm: &VmName,
+        now: &Ownership,
+    ) -> Result<Result<FormerLease, Busy>, HostError> {
+        let ran = self.record(vm)?.and_then(|record| record.image.ran_at());
+        let tenures = Tenures::between(ran.unwrap_or_default(), now);
+        let mut silent = Vec::new();
+        for owner in self.owners_of(vm, tenures)? {
+            match self.ask_one(&owner, vm) {
+                Some(ImagesAnswer { busy: Some(busy), .. }) => return Ok(Err(Busy(owner, busy))),
+                // A copy that it keeps is nothing unless it is the owner.
+                Some(_) => {}
+                None => silent.push(owner),
+            }
+        }
+        let former = (!silent.is_empty()).then_some(Contender::Former(silent, tenures));
+        self.await_leases(vm, former.as_slice(), true).map(Ok)
+    }
+
     /// Waits until a silent host's lease is over; an error if it lives, or if nobody can know.
     /// `is_off`: the operator says that it does not run.
     pub(crate) fn await_lease(

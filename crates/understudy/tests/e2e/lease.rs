@@ -11,6 +11,7 @@ use crate::stage::{
     protect, prove_survival, refusal, refused,
 };
 use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 use std::{fs, thread};
 use understudy_lab::companion::{COMPANION, Companion};
@@ -459,6 +460,29 @@ fn an_owner_that_is_back_before_its_vm_is_claimed_keeps_it() {
         let status = scene.await_live("a")?;
         ensure!(status["generation"] == 1, "{status}");
         prove_survival(scene, client, "a")
+    });
+}
+
+/// A host without a record of it waited for nobody, and the silent owner of before might have answered beside it.
+#[test]
+fn a_first_start_waits_for_owners_that_may_not_have_read_that_they_have_lost_the_vm() {
+    play(short(ArbiterKind::File), |scene| {
+        // A host that does not answer had it; host b claimed it, and gave it back.
+        let of_vm = scene.lab().arbiter_directory().join(VM);
+        let put = |name: &str, text: Value| fs::write(of_vm.join(name), text.to_string());
+        fs::create_dir(&of_vm)?;
+        put("2", json!({ "host": "gone" }))?;
+        let length_ms = LENGTH.as_millis() as u64;
+        put("2.lease", json!({ "host": "gone", "length_ms": length_ms, "mark": 7 }))?;
+        put("3", json!({ "host": "b" }))?;
+        put("4", json!({ "host": null }))?;
+        let asked = Instant::now();
+        scene.start_guest("a")?;
+        ensure!(asked.elapsed() > LENGTH, "host a waited for nobody");
+        let status = scene.await_live("a")?;
+        ensure!(status["generation"] == 5, "{status}");
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        Ok(())
     });
 }
 
