@@ -9,13 +9,14 @@ use crate::host::Host;
 use crate::inventory::Inventory;
 use crate::repair::Wish;
 use crate::vm::{PrimaryVm, Vm};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 use tracing::{info, warn};
-use understudy_protocol::VmName;
 use understudy_protocol::autostart::{Autostart, decide};
 use understudy_protocol::validity::ImageRole;
+use understudy_protocol::{GroupName, VmName};
 use understudy_replication::records::Record;
 use understudy_report::error::HostError;
 use understudy_report::events::{EventKind, now_ms};
@@ -98,19 +99,28 @@ pub(crate) fn put_wish(record: &mut Record, wish: Option<&Wish>) {
 pub(crate) fn start(host: &Arc<Host>, records: Vec<Record>) -> std::io::Result<()> {
     let comes_up = records.into_iter().filter(comes_up);
     comes_up.for_each(|record| host.awaited.add(record.definition.name));
-    // One whose storage hangs delays nobody but itself.
-    host.awaited.names().into_iter().try_for_each(|vm| {
-        let (weak, of) = (Arc::downgrade(host), vm.clone());
-        containment::spawn_for(host, &vm, "autostart", move || bring_up(&weak, &of))
+    // One whose storage hangs delays nobody but itself, and its group, which comes up in the order of its names.
+    let mut groups: BTreeMap<GroupName, Vec<VmName>> = BTreeMap::new();
+    let mut together: Vec<Vec<VmName>> = Vec::new();
+    for vm in host.awaited.names() {
+        match host.group_of(&vm) {
+            Some(group) => groups.entry(group.name).or_default().push(vm),
+            None => together.push(vec![vm]),
+        }
+    }
+    together.extend(groups.into_values());
+    together.into_iter().try_for_each(|vms| {
+        let (weak, first) = (Arc::downgrade(host), vms[0].clone());
+        containment::spawn_for(host, &first, "autostart", move || bring_up(&weak, &vms))
     })
 }
 
-/// Ends when the VM is not awaited any more.
-fn bring_up(host: &Weak<Host>, vm: &VmName) {
+/// Ends when none of the VMs is awaited any more.
+fn bring_up(host: &Weak<Host>, vms: &[VmName]) {
     loop {
         let Some(host) = host.upgrade().filter(|host| !host.is_closing()) else { return };
-        host.try_to_bring_up(vm);
-        if host.awaited.why(vm).is_none() {
+        vms.iter().for_each(|vm| host.try_to_bring_up(vm));
+        if vms.iter().all(|vm| host.awaited.why(vm).is_none()) {
             return;
         }
         drop(host);
@@ -211,7 +221,7 @@ impl Host {
     /// Notes that it wants protection as it was protected when its host went down.
     fn want_protected(self: &Arc<Self>, vm: &VmName, wish: Option<Wish>) {
         let (Some(wish), Ok(primary)) = (wish, self.primary(vm)) else { return };
-        let remedy = format!("understudy protect {vm} --to {}", wish.request.to);
+        let remedy = wish.command(vm);
         self.degraded(&primary, "it came up with its host".to_owned(), &remedy);
     }
 

@@ -2,6 +2,7 @@
 
 use crate::admission::open_disks;
 use crate::arrivals::Arrival;
+use crate::autostart;
 use crate::closing::StillOn;
 use crate::host::{Host, failed, internal};
 use crate::lease::{Busy, FormerLease};
@@ -80,10 +81,9 @@ impl Past {
         self.record.as_ref()
     }
 
-    /// The backup that it had to be protected to, if nobody has asked for that again.
-    fn former_backup(&self) -> Option<String> {
-        let wish = self.record.as_ref()?.wish.as_ref()?;
-        self.wish.is_none().then(|| wish.to.clone())
+    /// How it had to be protected, if nobody has asked for that again.
+    fn former_wish(&self) -> Option<Wish> {
+        autostart::wish_of(self.record.clone()?).filter(|_| self.wish.is_none())
     }
 }
 
@@ -263,9 +263,9 @@ impl Host {
         });
         self.note_active(&machine, generation, &past, &run_dir)?;
         machine.settle_tpm().map_err(|error| failed("cannot start the VM", &error))?;
-        let former_backup = past.former_backup();
+        let former_wish = past.former_wish();
         let vm = self.add_primary(machine.clone(), generation, past.wish);
-        vm.note_former_backup(former_backup);
+        vm.note_former_wish(former_wish);
         self.join_cluster(&machine, generation);
         machine.ensure_running().map_err(|error| failed("cannot start the guest", &error))?;
         vm.events.record(EventKind::Started);

@@ -45,10 +45,6 @@ impl Host {
         // Whoever notices it later would take this for what that keeper was to start.
         self.notice_end_of_keeper(name);
         self.check_free(definition)?;
-        let directory = name.below(&self.config.state_dir);
-        let open = || open_disks(definition, None, &directory).map(drop);
-        let (_arrival, ()) = self.open_aside(adding, definition, open)?;
-        let _adding = self.adding.lock();
         let inquiry = self.inquire(name)?;
         if let Some((host, busy)) = inquiry.busy() {
             let message = format!("{name} is not started on other images: host {host} {busy}");
@@ -56,6 +52,10 @@ impl Host {
         }
         let former = self.record(name)?.and_then(Record::before_insistence);
         check_no_mirror(definition, former.as_ref())?;
+        let directory = name.below(&self.config.state_dir);
+        let open = || open_disks(definition, None, &directory).map(drop);
+        let (_arrival, ()) = self.open_aside(adding, definition, open)?;
+        let _adding = self.adding.lock();
         let mut record = self.records.of(ImageRole::Stale, Generation(0), definition);
         record.peer = other_owner(&inquiry.arbiter, &self.config.name);
         record.instead_of = Some(InsteadOf { former: former.map(Box::new) });

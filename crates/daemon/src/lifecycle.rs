@@ -14,7 +14,9 @@ use understudy_machine::disk_error::RETRY_INTERVAL;
 use understudy_machine::{Machine, MachineEvent, OnEvent, Plan};
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
-use understudy_protocol::{Generation, PrimaryPhase};
+use understudy_protocol::{BackupPhase, Generation, PrimaryPhase};
+use understudy_replication::backup;
+use understudy_replication::membership::GroupMembers;
 use understudy_replication::records::Record;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
@@ -169,7 +171,7 @@ impl Host {
         mut reason: String,
         remedy: &str,
     ) {
-        if !repair::restore(self, vm, &reason) {
+        if !repair::restore(self, vm, &reason, None) {
             reason += &format!("; not protected until `{remedy}`");
         }
         vm.degrade(reason);
@@ -218,9 +220,35 @@ impl Host {
                 self.leave_failing_disk(vm, error);
             }
             (Ok(Vm::Primary(vm)), MachineEvent::Died(words)) => self.qemu_died(&vm, words),
-            (Ok(Vm::Backup(session)), MachineEvent::Died(words)) => session.qemu_died(&words),
+            (
+                Ok(Vm::Backup(session)),
+                event @ (MachineEvent::Died(_) | MachineEvent::PoweredOff { .. }),
+            ) => {
+                if let MachineEvent::Died(words) = &event {
+                    session.qemu_died(words);
+                }
+                if self.has_taken_over_the_dead(name, &session) {
+                    self.machine_event(name, event);
+                }
+            }
             _ => {}
         }
+    }
+
+    /// Whether a backup's guest, which has ended, is this host's: it runs before that is decided, since others of its
+    /// group are waited for.
+    fn has_taken_over_the_dead(&self, name: &VmName, session: &Arc<backup::Session>) -> bool {
+        let is_undecided = |vm: &Vm| matches!(vm, Vm::Backup(there) if Arc::ptr_eq(there, session));
+        while session.phase() == BackupPhase::Live
+            && self.vms.look_at(name, |vm| vm.is_some_and(is_undecided))
+        {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        // A standby that was prepared for the other mode may have ended, and the guest runs in the one before.
+        self.primary(name).is_ok_and(|vm| {
+            let machine = vm.machine();
+            machine.is_powered_off() || !machine.is_alive()
+        })
     }
 
     /// Hands a guest in lockstep, which goes on and waits for a disk, to the backup, whose disks may be
@@ -253,12 +281,18 @@ impl Host {
         vm.events.record(EventKind::GuestDied { reason: words.clone() });
         match vm.active_session() {
             // The backup takes over: a dead QEMU is a failure of the VM.
-            Some(session) => session.event(Event::GuestDied(words)),
+            Some(session) => session.event(Event::QemuDied(words)),
             None => self.fence(vm, format!("the VM ended: {words}")),
         }
     }
 
-    pub(crate) fn protection_over(self: &Arc<Self>, vm: &Arc<PrimaryVm>, phase: PrimaryPhase) {
+    /// Handles the end of this session.
+    pub(crate) fn protection_over(
+        self: &Arc<Self>,
+        vm: &Arc<PrimaryVm>,
+        session: &str,
+        phase: PrimaryPhase,
+    ) {
         if matches!(phase, PrimaryPhase::Alone(_)) {
             self.note_end_of_lockstep(vm);
         }
@@ -269,7 +303,16 @@ impl Host {
                 if vm.has_diverged() {
                     vm.repairer.diverged();
                 }
-                repair::restore(self, vm, &reason);
+                if !vm.machine().is_alive() {
+                    // Its fellows go on without it; whoever leads its group would see to their protection.
+                    let leads = |group: &GroupMembers| group.vms.first() == Some(vm.name());
+                    if let Some(group) = vm.repairer.group().filter(leads) {
+                        vm.repairer.set_wish(None);
+                        self.dissolve(&group, vm.name(), "has died");
+                    }
+                    return self.fence(vm, format!("the VM ended: {reason}"));
+                }
+                repair::restore(self, vm, &reason, Some(session));
             }
             PrimaryPhase::Alone(None) => self.note_generation(vm),
             PrimaryPhase::Halted(reason) => {
@@ -277,7 +320,7 @@ impl Host {
                 // A guest that merely died may be this host's by now, whom the arbiter may have granted it
                 // since: that is asked of it before a start.
                 self.note_role(vm, if elsewhere { ImageRole::Stale } else { ImageRole::Cut });
-                let heir = vm.handed_over_to().filter(|_| elsewhere);
+                let heir = vm.handed_over_to();
                 vm.events.record(match heir.clone() {
                     Some(peer) => EventKind::HandedOver { peer },
                     None => EventKind::Fenced { reason: reason.clone() },
@@ -339,13 +382,19 @@ impl Host {
         self.vms.put_if(&name, Vm::Fenced(Arc::new(fenced)), is_it);
     }
 
-    /// Returns when the backup has forgotten the VM, or cannot take it any more.
+    /// Returns when the backup has forgotten the VM, or cannot take it any more. An end that comes later is a loss of
+    /// protection, unless nobody wants that any more.
     pub(crate) fn end_protection(&self, vm: &PrimaryVm) -> Result<(), HostError> {
         let Some(session) = vm.active_session() else { return Ok(()) };
         session.event(Event::Unprotect);
-        let ended = session.wait_for_phase(PEER_TIMEOUT, |phase| {
+        let is_end = |phase: &PrimaryPhase| {
             matches!(phase, PrimaryPhase::Halted(_) | PrimaryPhase::Alone(_))
-        });
+        };
+        let mut ended = session.wait_for_phase(PEER_TIMEOUT, is_end);
+        if ended.is_err() && vm.repairer.wish().is_some() {
+            session.event(Event::StillWanted);
+            ended = session.wait_for_phase(Duration::ZERO, is_end);
+        }
         match ended {
             Ok(PrimaryPhase::Alone(_)) => Ok(()),
             Ok(phase) | Err(phase) => {

@@ -3,7 +3,7 @@
 mod describe;
 
 use crate::lease::Tenure;
-use crate::repair::Repairer;
+use crate::repair::{Repairer, Wish};
 use describe::{backup_status, describe_session, machine_status};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -63,8 +63,8 @@ struct PrimaryState {
     degraded: Option<String>,
     /// Whether it was degraded when the last session began.
     restoring: bool,
-    /// The backup that it was to be protected to when it ran last, until somebody says what shall be now.
-    former_backup: Option<String>,
+    /// How it was to be protected when it ran last, until somebody says what shall be now.
+    former_wish: Option<Wish>,
     end_asked: Option<EndAsked>,
 }
 
@@ -107,7 +107,7 @@ impl PrimaryVm {
             session: None,
             degraded: None,
             restoring: false,
-            former_backup: None,
+            former_wish: None,
             end_asked: None,
         };
         PrimaryVm {
@@ -176,9 +176,9 @@ impl PrimaryVm {
         lock(&self.state).takeover = Some(takeover);
     }
 
-    /// Notes the backup that it was to be protected to when it ran last, and is not to any more.
-    pub(crate) fn note_former_backup(&self, backup: Option<String>) {
-        lock(&self.state).former_backup = backup;
+    /// Notes how it was to be protected when it ran last, and is not to any more.
+    pub(crate) fn note_former_wish(&self, wish: Option<Wish>) {
+        lock(&self.state).former_wish = wish;
     }
 
     /// Notes that it was started by this restore of a snapshot.
@@ -252,7 +252,7 @@ impl PrimaryVm {
         state.session = Some(session);
         state.degraded = None;
         state.restoring = restoring;
-        state.former_backup = None;
+        state.former_wish = None;
     }
 
     /// Whether the VM should be protected and is not.
@@ -279,9 +279,10 @@ impl PrimaryVm {
         self.session().is_some_and(|session| session.is_elsewhere())
     }
 
-    /// The host that has it now, if the last session ended with a planned fail-over.
+    /// The host that has it now, if the last session ended with a planned fail-over: it goes on there, or is to, from
+    /// where it was here.
     pub fn handed_over_to(&self) -> Option<HostName> {
-        let session = self.session().filter(|session| session.was_handed_over());
+        let session = self.session().filter(|session| session.has_gone_over());
         session.map(|session| session.peer.clone())
     }
 
@@ -316,6 +317,7 @@ impl PrimaryVm {
             describe_session(&mut status, &session);
         }
         status.restoring &= matches!(status.protection, Protection::Syncing { .. });
+        status.wanted = self.repairer.wish().map(|wish| wish.report());
         if let Protection::Degraded { reason } = &mut status.protection {
             if let Some(repair) = self.repairer.describe() {
                 *reason += &format!("; {repair}");
@@ -331,7 +333,9 @@ impl PrimaryVm {
         fail::fail_point!("status");
         status.generation = state.generation;
         status.takeover = state.takeover;
-        status.former_backup = state.former_backup.clone();
+        let former = state.former_wish.as_ref();
+        status.former_backup = former.map(|wish| wish.request.to.clone());
+        status.former_command = former.map(|wish| wish.command(&status.name));
         status.restoring = state.restoring;
         status.protection = match &state.degraded {
             Some(reason) => Protection::Degraded { reason: reason.clone() },

@@ -25,9 +25,16 @@ pub fn may_adopt(record: Option<&ImageRecord>, left: Generation, answer: LeaseAn
     let Some(record) = record.filter(runs) else {
         return Adoptable::Lost("by this host's own record it does not run here".to_owned());
     };
+    match by_arbiter(answer) {
+        Adoptable::Yes if record.generation < left => Adoptable::OnceNoted,
+        found => found,
+    }
+}
+
+/// The same of a guest whose record is known, by the arbiter's word alone.
+pub fn by_arbiter(answer: LeaseAnswer) -> Adoptable {
     match answer {
-        LeaseAnswer::Own if record.generation == left => Adoptable::Yes,
-        LeaseAnswer::Own => Adoptable::OnceNoted,
+        LeaseAnswer::Own => Adoptable::Yes,
         LeaseAnswer::Unreachable(why) => Adoptable::Later(why),
         LeaseAnswer::Moved { why, .. } => {
             Adoptable::Lost(format!("while it had no keeper the VM was lost: {why}"))

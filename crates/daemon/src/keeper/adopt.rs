@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_machine::custody::{Custody, Unfound};
 use understudy_machine::{Adoption, Machine, NotUnderstood};
-use understudy_protocol::adoption::{Adoptable, may_adopt};
+use understudy_protocol::adoption::{Adoptable, by_arbiter, may_adopt};
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{Generation, HostName, LeaseAnswer, VmName};
 use understudy_qemu::process::{has_ended, pidfd_of, signal};
@@ -261,8 +261,8 @@ impl Host {
         self.presences_of(vm, &machine);
         let primary = self.new_primary(machine.clone(), *generation, wish_of(record));
         die_in_a_test("adopt");
-        match owned(self.resume_lease(&primary)) {
-            Ok(()) => Ok(primary),
+        match granted(by_arbiter(self.resume_lease(&primary))) {
+            Ok(_) => Ok(primary),
             Err(NotAdopted::Lost(why)) => Err(NotAdopted::Lost(why)),
             Err(stays) => {
                 // Dropped, it would end QEMU, which its custodian has.
@@ -276,16 +276,14 @@ impl Host {
     fn adoptable(&self, vm: &VmName, left: Generation) -> Result<Record, NotAdopted> {
         let record = self.record(vm).map_err(later)?;
         let image = record.as_ref().map(|record| &record.image);
-        match may_adopt(image, left, self.ask_for_owner(vm, left)) {
-            Adoptable::Yes => {}
-            Adoptable::OnceNoted => {
+        let record = match granted(may_adopt(image, left, self.ask_for_owner(vm, left)))? {
+            Noted::Yes => record,
+            Noted::NotYet => {
                 self.records.change(vm, |record| record.image.generation = left).map_err(later)?;
+                self.record(vm).map_err(later)?
             }
-            Adoptable::Later(why) => return Err(NotAdopted::Later(why)),
-            Adoptable::Lost(why) => return Err(NotAdopted::Lost(why)),
-        }
-        let noted = self.record(vm).map_err(later)?;
-        noted.ok_or_else(|| NotAdopted::Later("its record has just vanished".to_owned()))
+        };
+        record.ok_or_else(|| NotAdopted::Later("its record has just vanished".to_owned()))
     }
 
     /// Lets the guest go on, which is this host's.
@@ -323,7 +321,7 @@ impl Host {
     /// Protects a VM to the host that backed it up until its keeper was replaced, or looks for another one.
     fn protect_as_before(self: &Arc<Self>, vm: &Arc<PrimaryVm>, backup: Option<HostName>) {
         let Some(wish) = vm.repairer.wish() else { return };
-        let remedy = format!("understudy protect {} --to {}", vm.name(), wish.request.to);
+        let remedy = wish.command(vm.name());
         let Some(peer) = backup else {
             return self.degraded(vm, "its keeper was replaced".to_owned(), &remedy);
         };
@@ -350,13 +348,18 @@ fn obstacle(answer: LeaseAnswer, has_keeper: bool) -> Option<String> {
     }
 }
 
-fn owned(answer: LeaseAnswer) -> Result<(), NotAdopted> {
-    match answer {
-        LeaseAnswer::Own => Ok(()),
-        LeaseAnswer::Unreachable(why) => Err(NotAdopted::Later(why)),
-        LeaseAnswer::Moved { why, .. } => {
-            Err(NotAdopted::Lost(format!("while it had no keeper the VM was lost: {why}")))
-        }
+/// Whether the record shows the generation at which a guest was left.
+enum Noted {
+    Yes,
+    NotYet,
+}
+
+fn granted(found: Adoptable) -> Result<Noted, NotAdopted> {
+    match found {
+        Adoptable::Yes => Ok(Noted::Yes),
+        Adoptable::OnceNoted => Ok(Noted::NotYet),
+        Adoptable::Later(why) => Err(NotAdopted::Later(why)),
+        Adoptable::Lost(why) => Err(NotAdopted::Lost(why)),
     }
 }
 

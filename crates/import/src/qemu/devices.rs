@@ -205,12 +205,7 @@ fn place(draft: &mut Draft<'_>, device: &Argument) -> Option<PciPlace> {
     if bus.is_empty() && address.is_empty() {
         return None;
     }
-    let root = if draft.vm.is_q35() { "pcie.0" } else { "pci.0" };
-    let bus = if bus.is_empty() { root } else { bus };
-    let number = |text: &str| u8::from_str_radix(text.trim_start_matches("0x"), 16).ok();
-    let (slot, function) = address.split_once('.').unwrap_or((address, "0"));
-    let found = || PciPlace::new(bus, number(slot)?, number(function)?);
-    let found = found();
+    let found = PciPlace::of_options(&device.value, draft.vm.root_bus());
     if found.is_none() {
         let why = "it is at another place on the PCI bus: the guest may call it otherwise";
         draft.changed(LINE, device.text(), why);

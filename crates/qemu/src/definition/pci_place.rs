@@ -36,7 +36,7 @@ impl PciPlace {
     }
 
     /// The place that a device's options give it, if they give one; without a bus on `root`.
-    pub(crate) fn of_options(device: &str, root: &str) -> Option<PciPlace> {
+    pub fn of_options(device: &str, root: &str) -> Option<PciPlace> {
         let find = |key: &str| {
             let mut options = device.split(',').filter_map(|option| option.split_once('='));
             options.rfind(|(name, _)| *name == key).map(|(_, value)| value)

@@ -41,7 +41,7 @@ impl fmt::Display for Field {
 
 impl VmDefinition {
     /// The bus of every device that does not name one.
-    fn root_bus(&self) -> &'static str {
+    pub fn root_bus(&self) -> &'static str {
         if self.is_q35() { "pcie.0" } else { "pci.0" }
     }
 

@@ -11,7 +11,7 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::net::UnixListener;
+use tokio::net::{TcpListener, UnixListener};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 use tokio::task::{JoinError, JoinHandle, spawn_blocking};
@@ -63,39 +63,23 @@ async fn serve(
     let mut signals = Signals::new().map_err(internal)?;
     let name = config.name.clone();
     let end = 2 * config.power_off_timeout + HAND_OVERS;
-    let metrics = match config.metrics {
-        Some(address) => Some(door::bind(address, "metrics", "[metrics]").await?),
-        None => None,
-    };
+    let doors = Doors::open(&config, socket).await?;
     let host: Result<Arc<Host>, HostError> =
         spawn_blocking(|| Host::start(config)).await.map_err(crashed)?;
     let host = host?;
+    let goes_on = || manager.tell(&[Notice::StillStopping(end)]);
     let (stop, stopped) = oneshot::channel::<()>();
-    let api = Api::new(Arc::new(Routed(host.clone())));
-    let router = operators::only(api.router(&Guard::Local));
-    let service = router.into_make_service_with_connect_info::<Asking>();
-    let listener = listener_of(socket).map_err(internal)?;
-    let again = service.clone();
-    let door = Door::new(socket.path(), move |socket| {
-        let serving = axum::serve(listener_of(socket)?, again.clone());
-        // Ends with the daemon.
-        drop(tokio::spawn(serving.into_future()));
-        Ok(())
-    });
-    let serving = axum::serve(listener, service).with_graceful_shutdown(async {
-        // A dropped sender stops the server as well.
-        let _ = stopped.await;
-    });
-    if let Some(listener) = metrics {
-        metrics::serve(listener, Arc::new(Routed(host.clone())));
-    }
-    if let Some((config, tls)) = host.remote_api() {
-        remote::start(&api, config, tls).await?;
-    }
-    follow(&host).map_err(internal)?;
-    // Behind all that may fail, and before anybody hears that this daemon is up.
-    host.arm_watchdog()?;
-    let server = tokio::spawn(serving.into_future());
+    let (serving, door) = match doors.serve(&host, socket.path(), stopped) {
+        Ok(served) => served,
+        Err(failure) => {
+            // Its guests run by now: an end without order would cut their power, at each further try to start.
+            tracing::error!("ending: {}", failure.message);
+            manager.tell(&[Notice::Stopping(end)]);
+            end_in_order(&host, &mut signals, goes_on).await?;
+            return Err(failure);
+        }
+    };
+    let server = tokio::spawn(serving);
     tracing::info!(host = %name, socket = %socket.path().display(), "ready");
     manager.tell(&[Notice::Ready]);
     let alive = tokio::spawn(watchdog::keep(manager.clone(), host.clone(), door));
@@ -103,10 +87,66 @@ async fn serve(
     alive.abort();
     manager.tell(&[Notice::Stopping(end), Notice::Status(format!("ending after {signal}"))]);
     tracing::info!(signal, "ending: VMs are handed over or shut down; another signal cuts them");
-    let goes_on = || manager.tell(&[Notice::StillStopping(end)]);
     shut_down(&host, stop, server, &mut signals, goes_on).await?;
     tracing::info!("ended");
     Ok(())
+}
+
+/// What the daemon listens on, had before a guest runs: what cannot be had ends nothing then.
+struct Doors {
+    local: UnixListener,
+    metrics: Option<TcpListener>,
+    api: Option<remote::Addresses>,
+}
+
+impl Doors {
+    async fn open(config: &HostConfig, socket: &ApiSocket) -> Result<Doors, Failure> {
+        Ok(Doors {
+            local: listener_of(socket).map_err(internal)?,
+            metrics: match config.metrics {
+                Some(address) => Some(door::bind(address, "metrics", "[metrics]").await?),
+                None => None,
+            },
+            api: match &config.api {
+                Some(api) => Some(remote::Addresses::take(api.clone()).await?),
+                None => None,
+            },
+        })
+    }
+
+    /// Lets everybody in; on the socket, whoever runs what is returned. With it comes the door at the socket's `path`.
+    fn serve(
+        self,
+        host: &Arc<Host>,
+        path: &Path,
+        stopped: oneshot::Receiver<()>,
+    ) -> Result<(impl Future<Output = io::Result<()>> + Send + 'static, Door), Failure> {
+        follow(host).map_err(internal)?;
+        let routed = Arc::new(Routed(host.clone()));
+        let api = Api::new(routed.clone());
+        if let Some(listener) = self.metrics {
+            metrics::serve(listener, routed);
+        }
+        if let (Some(addresses), Some(tls)) = (self.api, host.api_tls()) {
+            addresses.serve(&api, tls);
+        }
+        let router = operators::only(api.router(&Guard::Local));
+        let service = router.into_make_service_with_connect_info::<Asking>();
+        // Behind all that may fail, and before anybody hears that this daemon is up.
+        host.arm_watchdog()?;
+        let again = service.clone();
+        let door = Door::new(path, move |socket| {
+            let serving = axum::serve(listener_of(socket)?, again.clone());
+            // Ends with the daemon.
+            drop(tokio::spawn(serving.into_future()));
+            Ok(())
+        });
+        let serving = axum::serve(self.local, service).with_graceful_shutdown(async {
+            // A dropped sender stops the server as well.
+            let _ = stopped.await;
+        });
+        Ok((serving.into_future(), door))
+    }
 }
 
 /// Ends a host's work in order, and its API with it; a further signal cuts its VMs.

@@ -23,11 +23,13 @@ const PROOFS: u32 = 4;
 const REQUEST: &[u8] = b"GET / HTTP/1.0\r\n\r\n";
 const ANSWER: &[u8] = b"HTTP/1.";
 
+/// Serves the API on a socket.
+type Serve = Box<dyn Fn(&ApiSocket) -> io::Result<()> + Send>;
+
 /// Path of the daemon's API, which somebody may remove.
 pub struct Door {
     path: PathBuf,
-    /// Serves the API on a socket.
-    serve: Box<dyn Fn(&ApiSocket) -> io::Result<()> + Send>,
+    serve: Serve,
     /// The socket in the place of one that was removed.
     anew: Option<ApiSocket>,
 }

@@ -1,9 +1,10 @@
 //! VMs that come up with their hosts: each once, on its valid images, and not what somebody has ended.
 
+use crate::api;
 use crate::cluster_deaths::Moment;
 use crate::group;
 use crate::recover::lose;
-use crate::refusals::{definition, quick, write};
+use crate::refusals::{definition, log_of, quick, write};
 use crate::sick_hosts::Hanging;
 use crate::stage::{
     Calm, LIMIT, PACE, await_degraded, await_service, daemon_passing, options, play, protect,
@@ -12,9 +13,10 @@ use crate::stage::{
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::fs;
+use std::net::TcpListener;
 use understudy_lab::companion::Companion;
 use understudy_lab::scene::VM;
-use understudy_lab::{Scene, SceneOptions, wait_for};
+use understudy_lab::{Scene, SceneOptions, in_namespace, wait_for};
 
 /// The scene's guest comes up with its host from now on.
 pub(crate) fn set_autostart(scene: &Scene) -> Result<()> {
@@ -151,6 +153,33 @@ fn a_vm_whose_images_hang_keeps_no_other_down() {
     });
 }
 
+/// The guest was booted, and its power cut, at each try to start.
+#[test]
+fn a_host_whose_api_has_no_address_starts_no_guest() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let mut options = hasty();
+    api::serve(&mut options, "a", directory.path()).expect("tokens");
+    play(options, |scene| {
+        set_autostart(scene)?;
+        scene.start_guest("a")?;
+        scene.host_mut("a")?.kill_everything()?;
+        let address = ("0.0.0.0", api::PORT);
+        let other = in_namespace(&scene.lab().host("a")?, || TcpListener::bind(address))??;
+        let begun = |scene: &Scene| -> Result<usize> {
+            Ok(log_of(scene, "a")?.matches("host a listens on").count())
+        };
+        let before = begun(scene)?;
+        let error = scene.revive("a").err().context("it starts without its address")?;
+        ensure!(format!("{error:#}").contains("daemon ended"), "{error:#}");
+        let log = log_of(scene, "a")?;
+        ensure!(log.contains("cannot serve the API on 0.0.0.0:7780"), "{log}");
+        ensure!(before == 1 && begun(scene)? == before, "its VMs had been looked after: {log}");
+        drop(other);
+        scene.revive("a")?;
+        await_coming_up(scene, "a")
+    });
+}
+
 /// Both hosts lose their power at one instant: the guest comes up where it ran, with every record, and
 /// is protected again.
 #[test]
@@ -277,6 +306,16 @@ fn the_members_of_a_group_come_up_and_are_protected_as_one() {
     });
 }
 
+/// Host b is back, and the guest's: host a leaves it to that.
+fn await_successor(scene: &mut Scene) -> Result<()> {
+    scene.restart("b")?;
+    await_coming_up(scene, "b")?;
+    wait_for("host a to leave it to host b", LIMIT, || {
+        Ok(awaited(scene, "a")?.is_none().then_some(()))
+    })?;
+    ensure_nothing(scene, "a")
+}
+
 /// A host that lost the guest does not bring it up, whatever its record says, while its successor may
 /// have it; that one does.
 #[test]
@@ -290,12 +329,7 @@ fn a_former_primary_waits_for_its_successor() {
         ensure!(told.contains("is to come up here") && told.contains(&reason), "{told}");
         let (_, words) = refusal(scene.host("a")?, &["unprotect", VM])?;
         ensure!(words.contains("is to come up here"), "{words}");
-        scene.restart("b")?;
-        await_coming_up(scene, "b")?;
-        wait_for("host a to leave it to host b", LIMIT, || {
-            Ok(awaited(scene, "a")?.is_none().then_some(()))
-        })?;
-        ensure_nothing(scene, "a")
+        await_successor(scene)
     });
 }
 
@@ -315,12 +349,7 @@ fn a_former_primary_waits_for_its_successor_if_the_arbiter_has_lost_its_records(
         let dry = scene.host("a")?.cli(["recover", VM, "--dry-run", "--json"])?;
         let found: Value = serde_json::from_slice(&dry.stdout)?;
         ensure!(found["valid"].is_null(), "{found}");
-        scene.restart("b")?;
-        await_coming_up(scene, "b")?;
-        wait_for("host a to leave it to host b", LIMIT, || {
-            Ok(awaited(scene, "a")?.is_none().then_some(()))
-        })?;
-        ensure_nothing(scene, "a")
+        await_successor(scene)
     });
 }
 

@@ -193,6 +193,13 @@ fn a_snapshot_that_is_given_up_as_a_member_is_saved_leaves_nothing_there() {
     });
 }
 
+/// A bank, one of whose hosts gets to this moment.
+fn bank_struck(moment: &Moment, host: &str, at: &str) -> SceneOptions {
+    let mut options = bank_options();
+    options.daemons.insert(host.to_owned(), moment.host(at, ""));
+    options
+}
+
 /// Lets host b die as its member, one of three, gets to its moment in a restore in this mode. What
 /// runs on host a is stopped.
 fn dies_in_a_restore(scene: &mut Scene, moment: &Moment, mode: &str) -> Result<String> {
@@ -217,9 +224,7 @@ fn dies_in_a_restore(scene: &mut Scene, moment: &Moment, mode: &str) -> Result<S
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_members_host_dies_while_it_is_loaded() {
     let moment = Moment::new();
-    let mut options = bank_options();
-    options.daemons.insert("b".to_owned(), moment.host("restore-loaded", ""));
-    play(options, |scene| {
+    play(bank_struck(&moment, "b", "restore-loaded"), |scene| {
         let which = dies_in_a_restore(scene, &moment, "lazy")?;
         // Host b has never won its member from the arbiter.
         prove_restored(scene, "a", &which, &[])?;
@@ -234,9 +239,7 @@ fn a_members_host_dies_while_it_is_loaded() {
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_member_is_not_protected_before_its_group_is_restored() {
     let moment = Moment::new();
-    let mut options = bank_options();
-    options.daemons.insert("b".to_owned(), moment.host("restore-loaded", ""));
-    play(options, |scene| {
+    play(bank_struck(&moment, "b", "restore-loaded"), |scene| {
         let (bank, own) = (Bank::found(scene)?, name(0));
         let which = format!("bank@{}", bank.snapshot("a")?);
         bank.end()?;
@@ -326,9 +329,7 @@ fn prove_former(scene: &Scene, former: &BTreeSet<OsString>) -> Result<()> {
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_members_host_dies_when_it_has_started_it() {
     let moment = Moment::new();
-    let mut options = bank_options();
-    options.daemons.insert("b".to_owned(), moment.host("restore-started", ""));
-    play(options, |scene| {
+    play(bank_struck(&moment, "b", "restore-started"), |scene| {
         let which = dies_in_a_restore(scene, &moment, "hot")?;
         prove_restored_by_force(scene, "a", &which, "bank1 may run on host b")?;
         comes_back(scene, "b", with_cluster(daemon()))?;
@@ -380,9 +381,7 @@ fn the_coordinators_host_dies_between_the_starts() {
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn the_coordinators_host_is_cut_off_when_all_are_to_stay() {
     let moment = Moment::new();
-    let mut options = bank_options();
-    options.daemons.insert("a".to_owned(), moment.host("restore-settled", ""));
-    play(options, |scene| {
+    play(bank_struck(&moment, "a", "restore-settled"), |scene| {
         let bank = Bank::found(scene)?;
         let which = format!("bank@{}", bank.snapshot("a")?);
         bank.end()?;

@@ -501,7 +501,7 @@ fn fail_at(options: &mut SceneOptions, host: &str, points: &str) {
 fn a_keeper_is_replaced_whose_vm_was_won_anew_when_its_protection_ended() {
     let mut options = with_keepers();
     fail_at(&mut options, "a", "note-generation=sleep(20000)");
-    fail_at(&mut options, "b", "stand-down=return");
+    fail_at(&mut options, "b", "stand-down=panic");
     play(options, |scene| {
         scene.protected_guest("a", "b")?;
         let client = begin(scene)?;
@@ -510,6 +510,8 @@ fn a_keeper_is_replaced_whose_vm_was_won_anew_when_its_protection_ended() {
         await_service(&client)?;
         ensure!(scene.status("a")?["generation"] == 2, "it was not won anew");
         close(client)?;
+        // It is just beginning to back it up again.
+        scene.host_mut("b")?.kill_everything()?;
         stop(scene)
     });
 }
