@@ -31,6 +31,7 @@ use understudy_link::channel::Channel;
 use understudy_machine::Machine;
 use understudy_protocol::HostName;
 use understudy_protocol::VmName;
+use understudy_protocol::wire::WireVersion;
 use understudy_protocol::{BackupPhase, Epoch, Generation, Output, Ownership};
 use understudy_report::{Mode, ProtectRequest};
 use understudy_session::backup::{Effect, Errand, Event, Word};
@@ -51,6 +52,8 @@ pub struct Session {
     pub id: String,
     /// The primary's host name.
     pub primary: HostName,
+    /// The wire version that is spoken with it.
+    pub(super) version: WireVersion,
     pub(super) present: Mutex<Present>,
     /// The rounds in which the guest's changes here are forgotten in lockstep.
     pub(super) rounds: Rounds,
@@ -249,7 +252,7 @@ impl Session {
 
     pub(super) fn refusal(&self, reason: String) -> ToPrimary {
         let mirrors_failed = self.mirrors_failed.load(Ordering::Acquire);
-        ToPrimary::Refuse { reason, mirrors_failed }
+        ToPrimary::refusal(reason, mirrors_failed, self.version)
     }
 
     /// Tells the primary. If it cannot be sent the reading thread finds out why.

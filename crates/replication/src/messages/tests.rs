@@ -236,6 +236,14 @@ fn numbers_and_payloads_that_mean_nothing_are_refused() {
     are_malformed(&wrong, ToPrimary::decode);
 }
 
+// A primary that knows no number there would take the refusal for a broken connection, and not say why.
+#[test]
+fn a_refusal_has_no_number_for_a_primary_of_the_version_before() {
+    let refusal = |version| ToPrimary::refusal("it is full".to_owned(), true, version);
+    let number = |version| wire_of_backup(&refusal(version)).header.epoch;
+    assert_eq!((number(17), number(18)), (Epoch(0), Epoch(1)));
+}
+
 fn are_malformed<T: Debug>(
     wrong: &[(Kind, u64, &[u8])],
     decode: impl Fn(Message) -> Result<T, WireError>,

@@ -8,7 +8,9 @@ use understudy_cluster::messages::Kept;
 use understudy_link::channel::Channel;
 use understudy_link::link::Next;
 use understudy_lockstep::{Findings, Written};
-use understudy_protocol::wire::{Header, Kind, LogProgress, Message, WireError};
+use understudy_protocol::wire::{
+    FIRST_WITH_FAILED_MIRRORS, Header, Kind, LogProgress, Message, WireError, WireVersion,
+};
 use understudy_protocol::{Epoch, Generation};
 
 /// A message of the backup.
@@ -51,6 +53,12 @@ pub enum ToPrimary {
 }
 
 impl ToPrimary {
+    /// The backup gives up, for this reason, and says so to a primary with which this version is spoken.
+    pub fn refusal(reason: String, mirrors_failed: bool, version: WireVersion) -> ToPrimary {
+        let mirrors_failed = mirrors_failed && version >= FIRST_WITH_FAILED_MIRRORS;
+        ToPrimary::Refuse { reason, mirrors_failed }
+    }
+
     /// Sends it.
     pub fn send(&self, channel: &Channel) -> io::Result<Header> {
         self.encode()?.send(channel, Next::Unknown)
