@@ -61,7 +61,7 @@ fn receive_one(session: &Session) -> anyhow::Result<ControlFlow<()>> {
         ToPrimary::Live(generation) => session.event(Event::LiveElsewhere(generation)),
         ToPrimary::Diverged(reason) => {
             fail::fail_point!("before-diverged");
-            session.note_divergence();
+            session.diverge();
             bail!(reason);
         }
         ToPrimary::Refuse { reason, mirrors_failed } => {

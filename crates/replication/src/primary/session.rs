@@ -399,15 +399,23 @@ impl Session {
     }
 
     /// The backup does not follow the log: its mirrors are no base, either.
-    pub(crate) fn note_divergence(&self) {
+    pub(crate) fn diverge(&self) {
         self.diverged.store(true, Ordering::Release);
         self.distrust_mirrors();
     }
 
-    /// Distrusts the backup's mirrors: no session that both hosts know is a base for another synchronisation. It is on record
-    /// here, since what the backup is told, or has noted, may be lost with it.
+    /// Distrusts the backup's mirrors: they are no base for another synchronisation. That is to be
+    /// [noted](Session::note_distrust) before there is another session.
     pub(super) fn distrust_mirrors(&self) {
         self.distrusts_mirrors.store(true, Ordering::Release);
+    }
+
+    /// Notes that no session which both hosts know is a base for another synchronisation, if the backup's mirrors are
+    /// distrusted: what the backup is told, or has noted, may be lost with it.
+    pub fn note_distrust(&self) {
+        if !self.distrusts_mirrors.load(Ordering::Acquire) {
+            return;
+        }
         if let Err(error) = self.records.change(&self.vm, |record| record.sessions.clear()) {
             error!(vm = %self.vm, "that the mirrors of host {} are no base is not on record: {error}", self.peer);
         }
