@@ -5,6 +5,7 @@ use crate::arrivals::Arrival;
 use crate::autostart;
 use crate::closing::StillOn;
 use crate::host::{Host, failed, internal};
+use crate::keeper::places::Following;
 use crate::lease::{Busy, FormerLease};
 use crate::lifecycle::check_stays;
 use crate::medium;
@@ -114,10 +115,10 @@ impl Host {
     ) -> Result<VmStatus, HostError> {
         hold_in_a_test(&definition.name);
         let name = definition.name.clone();
-        let former = self.await_those_before(&name)?;
+        let _beginning = self.begin_to_start(&name)?;
+        let former = self.await_those_before(&definition)?;
         let adding = self.adding.lock();
         self.take_place_to_start(&name)?;
-        let _beginning = self.begin_in_place(&name);
         self.check_free(&definition)?;
         let past = former.into_past(self.check_images(&definition)?)?;
         self.boot(definition.into(), past, adding)
@@ -125,19 +126,35 @@ impl Host {
 
     /// Starts a VM on this host as its record says, wherever its images lie by now.
     pub fn vm_start_recorded(self: &Arc<Self>, name: &VmName) -> Result<VmStatus, HostError> {
-        let former = self.await_those_before(name)?;
+        let _beginning = self.begin_to_start(name)?;
+        let definition = self.checked_record(name)?;
+        let former = self.await_those_before(&definition)?;
         let adding = self.adding.lock();
         self.take_place_to_start(name)?;
-        let _beginning = self.begin_in_place(name);
         let definition = self.checked_record(name)?;
         self.check_free(&definition)?;
         let past = former.into_past(self.check_images(&definition)?)?;
         self.boot(definition.into(), past, adding)
     }
 
-    /// Waits for those who owned a VM before the arbiter's word on it and may not have read that, before anything is held: this
+    /// Keeps the place of a VM that is to be started here, however long others are waited for.
+    fn begin_to_start<'a>(
+        self: &'a Arc<Self>,
+        name: &'a VmName,
+    ) -> Result<Option<Following<'a>>, HostError> {
+        let _adding = self.adding.lock();
+        self.take_place_to_start(name)?;
+        Ok(self.begin_in_place(name))
+    }
+
+    /// Waits for those who owned a VM before the arbiter's word on it and may not have read that, without the lock `adding`: this
     /// may take as long as a lease.
-    fn await_those_before(&self, name: &VmName) -> Result<Before, HostError> {
+    fn await_those_before(&self, definition: &VmDefinition) -> Result<Before, HostError> {
+        let name = &definition.name;
+        {
+            let _adding = self.adding.lock();
+            self.check_free(definition)?;
+        }
         let Some(arbiter) = &self.arbiter else { return Ok(Before::default()) };
         let word = arbiter.current(name);
         let now =
@@ -261,6 +278,7 @@ impl Host {
         fail::fail_point!("claimed", |_| {
             Err(failed("cannot start the VM", &anyhow::anyhow!("a test says so")))
         });
+        self.check_former(&name, &past.lease)?;
         self.note_active(&machine, generation, &past, &run_dir)?;
         machine.settle_tpm().map_err(|error| failed("cannot start the VM", &error))?;
         let former_wish = past.former_wish();

@@ -6,7 +6,7 @@ use crate::recover::ImagesAnswer;
 use std::collections::BTreeSet;
 use std::thread;
 use std::time::{Duration, Instant};
-use tracing::{info, warn};
+use tracing::info;
 use understudy_arbiter::{Arbiter, Unreachable};
 use understudy_protocol::{
     Generation, HostName, LeaseSight, LeaseWatch, Ownership, Renewal, VmName,
@@ -57,6 +57,9 @@ impl Host {
     ) -> Result<Result<FormerLease, Busy>, HostError> {
         let ran = self.record(vm)?.and_then(|record| record.image.ran_at());
         let tenures = Tenures::between(ran.unwrap_or_default(), now);
+        if tenures.is_empty() {
+            return Ok(Ok(FormerLease::default()));
+        }
         let mut silent = Vec::new();
         for owner in self.owners_of(vm, tenures)? {
             match self.ask_one(&owner, vm) {
@@ -80,7 +83,8 @@ impl Host {
     ) -> Result<FormerLease, HostError> {
         match (&self.arbiter, contender) {
             (Some(arbiter), Contender::Owner(_, generation)) => {
-                let last = await_end(arbiter, vm, contender, *generation)?;
+                let watch = LeaseWatch::default();
+                let last = await_end(arbiter, vm, contender, *generation, watch)?;
                 if last.is_none() && !is_off {
                     return Err(unknown(vm, contender));
                 }
@@ -89,7 +93,13 @@ impl Host {
             (Some(arbiter), Contender::Former(_, tenures)) => {
                 let mut leases = all(arbiter, vm, *tenures)?;
                 leases.retain(|(_, renewal)| contender.may_be(&renewal.host));
-                let ended = |(of, _)| Ok((of, await_end(arbiter, vm, contender, of)?));
+                // They are seen at the same time: together they take no longer than one.
+                let seen = clock::now();
+                let ended = |(of, renewal)| {
+                    let mut watch = LeaseWatch::default();
+                    watch.look((seen, seen), Some(renewal));
+                    Ok((of, await_end(arbiter, vm, contender, of, watch)?))
+                };
                 leases.into_iter().map(ended).collect::<Result<_, _>>().map(FormerLease)
             }
             _ if is_off => Ok(FormerLease::default()),
@@ -109,9 +119,8 @@ impl Host {
         Ok(hosts.filter(|host| *host != self.config.name).collect())
     }
 
-    /// Claims a VM whose former owners were found to let nothing out, if nothing has changed since. That may be long ago,
-    /// and whoever lives and loses the VM ends its copy: so it is looked before, and nothing is changed at the arbiter, as
-    /// well as afterwards.
+    /// Claims a VM whose former owners were found to let nothing out, unless one has done anything since. That may be long
+    /// ago, and whoever lives and loses the VM ends its copy. Who claims it has to [look once more](Host::check_former).
     pub(crate) fn claim_after(
         &self,
         vm: &VmName,
@@ -127,27 +136,20 @@ impl Host {
             );
             return Err(HostError::new(ErrorKind::Conflict, message));
         }
-        let generation = self.take_ownership(vm, newest)?;
-        let unchanged = match self.has_changed(vm, former) {
-            Ok(false) => return Ok(generation),
-            Ok(true) => Ok(()),
-            Err(error) => Err(error),
-        };
-        self.give_back(vm, generation);
-        unchanged?;
+        self.take_ownership(vm, newest)
+    }
+
+    /// Sees, once the VM is this host's, that nothing has changed since its former owners were found
+    /// to let nothing out.
+    pub(crate) fn check_former(&self, vm: &VmName, former: &FormerLease) -> Result<(), HostError> {
+        if !self.has_changed(vm, former)? {
+            return Ok(());
+        }
         let message = format!(
             "the former owner of {vm} renewed its lease, or withdrew it, while this host took the \
              VM: it lives, and ends its copy as soon as it reads the arbiter; then ask again"
         );
         Err(HostError::new(ErrorKind::Conflict, message))
-    }
-
-    /// Gives a VM up that was claimed and is not started.
-    pub(crate) fn give_back(&self, vm: &VmName, generation: Generation) {
-        let released = self.arbiter.as_ref().map_or(Ok(()), |it| it.release(vm, generation));
-        if let Err(error) = released {
-            warn!(%vm, "{error}");
-        }
     }
 
     /// Whether a former owner has done anything since it was found to let nothing out.
@@ -168,8 +170,8 @@ fn await_end(
     vm: &VmName,
     contender: &Contender,
     generation: Generation,
+    mut watch: LeaseWatch,
 ) -> Result<Option<Renewal>, HostError> {
-    let mut watch = LeaseWatch::default();
     let mut unanswered: Option<Instant> = None;
     loop {
         let asked = clock::now();

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::Duration;
+use tracing::warn;
 use understudy_cluster::Stopped;
 use understudy_cluster::boot_files::BootFiles;
 use understudy_cluster::disk_fill::DiskFiller;
@@ -192,6 +193,7 @@ impl Prepared {
         let run = || -> anyhow::Result<()> {
             host.note_restoring(&self.machine, generation, task, self.owner.clone())?;
             fail::fail_point!("restore-claimed", |_| Err(anyhow!("a test says so")));
+            host.check_former(task.vm(), &self.former)?;
             let watch = Watch::begin(&self.machine, &self.filler)?;
             self.join(host, task, generation)?;
             self.machine.start_loaded()?;
@@ -203,7 +205,11 @@ impl Prepared {
         if let Err(error) = run() {
             self.machine.halt();
             host.end_restore(task.vm(), &task.id);
-            host.give_back(task.vm(), generation);
+            if let Some(arbiter) = &host.arbiter {
+                if let Err(error) = arbiter.release(task.vm(), generation) {
+                    warn!(vm = %task.vm(), "{error}");
+                }
+            }
             return Err(error);
         }
         host.add_restored(self.machine.clone(), generation, &task.id);

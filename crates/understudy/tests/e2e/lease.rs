@@ -467,20 +467,25 @@ fn an_owner_that_is_back_before_its_vm_is_claimed_keeps_it() {
 #[test]
 fn a_first_start_waits_for_owners_that_may_not_have_read_that_they_have_lost_the_vm() {
     play(short(ArbiterKind::File), |scene| {
-        // A host that does not answer had it; host b claimed it, and gave it back.
+        // A host that does not answer had it, again and again; host b claimed it, and gave it back.
         let of_vm = scene.lab().arbiter_directory().join(VM);
         let put = |name: &str, text: Value| fs::write(of_vm.join(name), text.to_string());
         fs::create_dir(&of_vm)?;
-        put("2", json!({ "host": "gone" }))?;
         let length_ms = LENGTH.as_millis() as u64;
-        put("2.lease", json!({ "host": "gone", "length_ms": length_ms, "mark": 7 }))?;
-        put("3", json!({ "host": "b" }))?;
-        put("4", json!({ "host": null }))?;
+        for generation in 1..=12 {
+            put(&generation.to_string(), json!({ "host": "gone" }))?;
+            let lease = json!({ "host": "gone", "length_ms": length_ms, "mark": 7 });
+            put(&format!("{generation}.lease"), lease)?;
+        }
+        put("13", json!({ "host": "b" }))?;
+        put("14", json!({ "host": null }))?;
         let asked = Instant::now();
         scene.start_guest("a")?;
-        ensure!(asked.elapsed() > LENGTH, "host a waited for nobody");
+        let waited = asked.elapsed();
+        ensure!(waited > LENGTH, "host a waited for nobody");
+        ensure!(waited < 12 * LENGTH, "host a waited for one lease after the other: {waited:?}");
         let status = scene.await_live("a")?;
-        ensure!(status["generation"] == 5, "{status}");
+        ensure!(status["generation"] == 15, "{status}");
         scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
         Ok(())
     });
