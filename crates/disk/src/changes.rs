@@ -158,6 +158,7 @@ impl ChangeMap {
         let is_taken = is_in_use(&disk)?;
         if is_taken {
             state.file.write_all_at(&OPEN.to_le_bytes(), SEAL_AT)?;
+            state.file.sync()?;
         }
         Ok(!is_taken)
     }
