@@ -5,7 +5,8 @@ use crate::arrivals::Arrival;
 use crate::autostart;
 use crate::closing::StillOn;
 use crate::host::{Host, failed, internal};
-use crate::lease::FormerLease;
+use crate::keeper::places::Following;
+use crate::lease::{Busy, FormerLease};
 use crate::lifecycle::check_stays;
 use crate::medium;
 use crate::repair::Wish;
@@ -19,8 +20,8 @@ use understudy_disk::Disk;
 use understudy_machine::Plan;
 #[cfg(feature = "fail-points")]
 use understudy_machine::home::Home;
-use understudy_protocol::Generation;
 use understudy_protocol::validity::ImageRole;
+use understudy_protocol::{Generation, Ownership};
 use understudy_protocol::{HostName, VmName};
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::LogRole;
@@ -87,6 +88,25 @@ impl Past {
     }
 }
 
+/// Those who owned a VM before the arbiter's word at a generation, and let nothing out any more.
+#[derive(Default)]
+struct Before {
+    /// The generation; none if there is no arbiter.
+    at: Option<Generation>,
+    lease: FormerLease,
+}
+
+impl Before {
+    /// The past with them, unless the arbiter has another word by now.
+    fn into_past(self, past: Past) -> Result<Past, HostError> {
+        if self.at.is_some_and(|at| at < past.newest) {
+            let message = "the VM was another host's meanwhile: ask again";
+            return Err(HostError::new(ErrorKind::Conflict, message));
+        }
+        Ok(past.after(self.lease))
+    }
+}
+
 impl Host {
     /// Starts a VM on this host, unprotected.
     pub fn vm_start(
@@ -94,24 +114,67 @@ impl Host {
         definition: CheckedDefinition,
     ) -> Result<VmStatus, HostError> {
         hold_in_a_test(&definition.name);
-        let adding = self.adding.lock();
-        self.take_place_to_start(&definition.name)?;
         let name = definition.name.clone();
-        let _beginning = self.begin_in_place(&name);
+        let _beginning = self.begin_to_start(&name)?;
+        let former = self.await_those_before(&definition)?;
+        let adding = self.adding.lock();
+        self.take_place_to_start(&name)?;
         self.check_free(&definition)?;
-        let past = self.check_images(&definition)?;
+        let past = former.into_past(self.check_images(&definition)?)?;
         self.boot(definition.into(), past, adding)
     }
 
     /// Starts a VM on this host as its record says, wherever its images lie by now.
     pub fn vm_start_recorded(self: &Arc<Self>, name: &VmName) -> Result<VmStatus, HostError> {
+        let _beginning = self.begin_to_start(name)?;
+        let definition = self.checked_record(name)?;
+        let former = self.await_those_before(&definition)?;
         let adding = self.adding.lock();
         self.take_place_to_start(name)?;
-        let _beginning = self.begin_in_place(name);
         let definition = self.checked_record(name)?;
         self.check_free(&definition)?;
-        let past = self.check_images(&definition)?;
+        let past = former.into_past(self.check_images(&definition)?)?;
         self.boot(definition.into(), past, adding)
+    }
+
+    /// Keeps the place of a VM that is to be started here, however long others are waited for.
+    fn begin_to_start<'a>(
+        self: &'a Arc<Self>,
+        name: &'a VmName,
+    ) -> Result<Option<Following<'a>>, HostError> {
+        let _adding = self.adding.lock();
+        self.take_place_to_start(name)?;
+        Ok(self.begin_in_place(name))
+    }
+
+    /// Waits for those who owned a VM before the arbiter's word on it and may not have read that, without the lock `adding`: this
+    /// may take as long as a lease.
+    fn await_those_before(&self, definition: &VmDefinition) -> Result<Before, HostError> {
+        let name = &definition.name;
+        {
+            let _adding = self.adding.lock();
+            self.check_free(definition)?;
+        }
+        let Some(arbiter) = &self.arbiter else { return Ok(Before::default()) };
+        let word = arbiter.current(name);
+        let now =
+            word.map_err(|error| HostError::new(ErrorKind::Unreachable, error.to_string()))?;
+        let at = now.as_ref().map(|now| now.generation).or(Some(Generation(0)));
+        // One that is another host's is not started here.
+        let may_start =
+            |now: &Ownership| now.host.as_ref().is_none_or(|it| *it == self.config.name);
+        let Some(now) = now.filter(may_start) else {
+            return Ok(Before { at, ..Before::default() });
+        };
+        let former = self.await_former_owners(name, &now)?;
+        let lease = former.map_err(|Busy(host, busy)| {
+            let message = format!(
+                "{name} cannot be started here: host {host}, which owned it before, {busy}; `understudy vm stop \
+                 {name}` there ends it"
+            );
+            HostError::new(ErrorKind::Conflict, message)
+        })?;
+        Ok(Before { at, lease })
     }
 
     /// The VM as it is on this host: its disks are the images that it runs on, or ran on last.
@@ -211,7 +274,7 @@ impl Host {
         // Everything works: only now the arbiter's record changes.
         let _claim = self.arrivals.begin_claim(&name);
         self.note_claim(&name, &past)?;
-        let generation = self.take_ownership(&name, past.newest)?;
+        let generation = self.claim_after(&name, past.newest, &past.lease)?;
         fail::fail_point!("claimed", |_| {
             Err(failed("cannot start the VM", &anyhow::anyhow!("a test says so")))
         });

@@ -24,6 +24,7 @@ mod insist;
 mod inventory;
 pub mod keeper;
 mod lease;
+mod left_lists;
 mod lifecycle;
 mod lost;
 mod medium;

@@ -295,6 +295,7 @@ impl Host {
     ) {
         if matches!(phase, PrimaryPhase::Alone(_)) {
             self.note_end_of_lockstep(vm);
+            vm.note_distrust();
         }
         match phase {
             PrimaryPhase::Alone(Some(reason)) => {

@@ -245,9 +245,9 @@ impl Host {
         let own =
             matches!(judge(&inquiry.evidence()), Finding::Valid { host, .. } if host == *here);
         let starts = (own || request.force) && inquiry.busy().is_none();
-        let Some(contender) = inquiry.contender(here).filter(|_| starts) else { return Ok(None) };
-        let lease = self.await_lease(name, &contender, request.other_host_is_off)?;
-        Ok(Some(Awaited { contender, lease }))
+        let contenders = if starts { inquiry.contenders(here) } else { Vec::new() };
+        let lease = self.await_leases(name, &contenders, request.other_host_is_off)?;
+        Ok(Some(Awaited { contenders, lease }))
     }
 
     /// Asks the arbiter, this host, and every peer at the same time. The arbiter comes first: whoever claims the VM after

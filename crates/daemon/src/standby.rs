@@ -10,6 +10,7 @@ use tracing::{error, info, warn};
 use understudy_disk::{FreshMirror, Mirror};
 use understudy_link::link::Link;
 use understudy_machine::Plan;
+use understudy_protocol::wire::LEAST_WIRE_VERSION;
 use understudy_protocol::{DiskIndex, HostName, Output, VmName};
 use understudy_qemu::Role;
 use understudy_qemu::command::Lockstep;
@@ -57,6 +58,7 @@ pub(crate) fn begin(
     let plan = backup::Plan {
         id: offer.session.clone(),
         primary: hello.host.clone(),
+        version: hello.agreed().unwrap_or(LEAST_WIRE_VERSION),
         mode: offer.mode,
         disk_reads: offer.disk_reads,
         group: group_of(host, hello, offer)?,

@@ -274,6 +274,13 @@ impl PrimaryVm {
         self.session().is_some_and(|session| session.has_diverged())
     }
 
+    /// Notes what is wrong with the mirrors of the last session's backup, if anything is.
+    pub(crate) fn note_distrust(&self) {
+        if let Some(session) = self.session() {
+            session.note_distrust();
+        }
+    }
+
     /// Whether the last session ended for the sake of another host, which has the VM or is to take it.
     pub(crate) fn is_elsewhere(&self) -> bool {
         self.session().is_some_and(|session| session.is_elsewhere())

@@ -13,6 +13,7 @@
 
 use crate::durable::Durable;
 use crate::error::DiskError;
+use crate::image::is_in_use;
 use crate::stamp::{self, Stamp};
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
@@ -125,6 +126,41 @@ impl ChangeMap {
         image: &Path,
     ) -> io::Result<Result<ChangeMap, String>> {
         Self::open_with(path, disk_bytes, image, Untold::Believed)
+    }
+
+    /// Whether there is a map that is not sealed.
+    pub fn is_open_at(path: &Path) -> bool {
+        File::open(path).is_ok_and(|file| {
+            let is_whole = listed_bytes(&file).is_ok_and(|listed| listed.is_some());
+            is_whole && is_stamped(&file) && seal_in(&file).is_ok_and(|seal| seal == OPEN)
+        })
+    }
+
+    /// Seals a map that a process left open which is no more, so that what is changed from here on is found out. Returns
+    /// whether it did: not if somebody has the image, or if the map is in doubt already.
+    pub fn seal_left(path: &Path, image: &Path) -> io::Result<bool> {
+        let (list, disk) =
+            (OpenOptions::new().read(true).write(true).open(path)?, File::open(image)?);
+        let is_left = || -> io::Result<bool> {
+            let is_same = !is_of_another(stamp_in(&list)?, Stamp::of(image)?, false);
+            Ok(is_same && seal_in(&list)? == OPEN && is_of_this_boot(&list)? && !is_in_use(&disk)?)
+        };
+        if !is_left()? {
+            return Ok(false);
+        }
+        disk.sync_data()?;
+        if !is_left()? {
+            return Ok(false);
+        }
+        let mut state = State::new(list, Vec::new());
+        state.seal(image)?;
+        // Whoever has it by now may have unsealed the map before that.
+        let is_taken = is_in_use(&disk)?;
+        if is_taken {
+            state.file.write_all_at(&OPEN.to_le_bytes(), SEAL_AT)?;
+            state.file.sync()?;
+        }
+        Ok(!is_taken)
     }
 
     /// The bytes of the disk whose map is at `path`, if there is one.
@@ -380,14 +416,22 @@ fn stamp_in(file: &File) -> io::Result<Option<Stamp>> {
     Ok(Stamp::decode(&stamp))
 }
 
-/// Reason why the map may not tell all changes of the image.
-fn doubt(file: &File, image: &Path, untold: Untold) -> io::Result<Option<String>> {
+/// The image's time of modification when the list was sealed, or [`OPEN`].
+fn seal_in(file: &File) -> io::Result<i64> {
     let mut seal = [0; 8];
     file.read_exact_at(&mut seal, SEAL_AT)?;
-    let seal = i64::from_le_bytes(seal);
+    Ok(i64::from_le_bytes(seal))
+}
+
+fn is_of_this_boot(file: &File) -> io::Result<bool> {
     let mut written_in = [0; 36];
     file.read_exact_at(&mut written_in, BOOT_ID_AT)?;
-    let restarted = written_in != boot_id()?;
+    Ok(written_in == boot_id()?)
+}
+
+/// Reason why the map may not tell all changes of the image.
+fn doubt(file: &File, image: &Path, untold: Untold) -> io::Result<Option<String>> {
+    let (seal, restarted) = (seal_in(file)?, !is_of_this_boot(file)?);
     let doubted = |words: String| (untold == Untold::Doubted).then_some(words);
     let stamp = stamp_in(file)?;
     if seal == OPEN {

@@ -51,6 +51,34 @@ fn marks_outlive_a_map_that_was_not_closed() {
     assert_eq!(reopen(&path, &image).unwrap().runs(), [0..1, 2..4, 100..101]);
 }
 
+/// Before, a map that its killed process had left open was believed whatever had become of its image.
+#[test]
+fn what_somebody_changes_after_a_process_was_killed_is_found_out() {
+    let (_directory, image, path) = image();
+    let map = create(&path, &image);
+    assert!(!ChangeMap::is_open_at(&path) && !ChangeMap::seal_left(&path, &image).unwrap());
+    map.unseal().unwrap();
+    map.mark(0, 1).unwrap();
+    drop(map);
+    let disk = Disk::open(DiskIndex(0), &image, DISK_BYTES).unwrap();
+    assert!(!ChangeMap::seal_left(&path, &image).unwrap(), "somebody has the image");
+    drop(disk);
+    assert!(ChangeMap::is_open_at(&path) && ChangeMap::seal_left(&path, &image).unwrap());
+    assert!(!ChangeMap::is_open_at(&path) && !ChangeMap::seal_left(&path, &image).unwrap());
+    assert_eq!(reopen(&path, &image).unwrap().runs(), [0..1], "all that was marked counts");
+    std::thread::sleep(std::time::Duration::from_millis(20));
+    let others = OpenOptions::new().write(true).open(&image).unwrap();
+    others.write_all_at(b"changed", GRANULE_BYTES).unwrap();
+    let doubt = reopen(&path, &image).unwrap_err();
+    assert!(doubt.contains("changed by other means"), "{doubt}");
+    // Of an image that has taken its place nothing is said.
+    reopen(&path, &image).unwrap_err();
+    create(&path, &image).unseal().unwrap();
+    fs::copy(&image, image.with_extension("other")).unwrap();
+    fs::rename(image.with_extension("other"), &image).unwrap();
+    assert!(!ChangeMap::seal_left(&path, &image).unwrap());
+}
+
 #[test]
 fn a_round_forgets_what_was_marked_before_it_and_no_more() {
     let (_directory, image, path) = image();

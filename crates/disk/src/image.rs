@@ -339,15 +339,8 @@ fn check_public(path: &Path, found: &Metadata) -> Result<(), DiskError> {
 
 /// Says to QEMU, and to other daemons, that nobody may write; fails if somebody may.
 fn lock_against_writers(file: &File) -> Result<(), Errno> {
-    let range = |kind: i32, first| libc::flock {
-        l_type: kind as libc::c_short,
-        l_whence: libc::SEEK_SET as libc::c_short,
-        l_start: first,
-        l_len: 99,
-        l_pid: 0,
-    };
-    fcntl(file, FcntlArg::F_OFD_SETLK(&range(libc::F_RDLCK, 201)))?;
-    let mut writers = range(libc::F_WRLCK, 101);
+    fcntl(file, FcntlArg::F_OFD_SETLK(&lock_range(libc::F_RDLCK, 201)))?;
+    let mut writers = lock_range(libc::F_WRLCK, 101);
     fcntl(file, FcntlArg::F_OFD_GETLK(&mut writers))?;
     if writers.l_type == libc::F_UNLCK as libc::c_short { Ok(()) } else { Err(Errno::EAGAIN) }
 }
@@ -359,14 +352,29 @@ fn lock_against_writers(file: &File) -> Result<(), Errno> {
 /// They are open-file-description locks: they end with the descriptor.
 fn lock(file: &File) -> Result<(), Errno> {
     for first in [101, 201] {
-        let range = libc::flock {
-            l_type: libc::F_WRLCK as libc::c_short,
-            l_whence: libc::SEEK_SET as libc::c_short,
-            l_start: first,
-            l_len: 99,
-            l_pid: 0,
-        };
-        fcntl(file, FcntlArg::F_OFD_SETLK(&range))?;
+        fcntl(file, FcntlArg::F_OFD_SETLK(&lock_range(libc::F_WRLCK, first)))?;
     }
     Ok(())
+}
+
+/// Whether anybody has an image that this process has opened without a lock.
+pub(crate) fn is_in_use(image: &File) -> Result<bool, Errno> {
+    for first in [101, 201] {
+        let mut others = lock_range(libc::F_WRLCK, first);
+        fcntl(image, FcntlArg::F_OFD_GETLK(&mut others))?;
+        if others.l_type != libc::F_UNLCK as libc::c_short {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+fn lock_range(kind: i32, first: libc::off_t) -> libc::flock {
+    libc::flock {
+        l_type: kind as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: first,
+        l_len: 99,
+        l_pid: 0,
+    }
 }

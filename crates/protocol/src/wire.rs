@@ -14,7 +14,8 @@ pub use kind::Kind;
 use std::borrow::Cow;
 use std::fmt;
 pub use version::{
-    FIRST_NEGOTIATED, FIRST_WITH_STATE_PARTS, LEAST_WIRE_VERSION, SPOKEN, WIRE_VERSION, WireVersion,
+    FIRST_NEGOTIATED, FIRST_WITH_FAILED_MIRRORS, FIRST_WITH_STATE_PARTS, LEAST_WIRE_VERSION,
+    SPOKEN, WIRE_VERSION, WireVersion,
 };
 
 /// Bytes of a message header.

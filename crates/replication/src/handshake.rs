@@ -2,6 +2,7 @@
 
 use crate::membership::Membership;
 use crate::resync::Resync;
+use crate::sessions::Sessions;
 use anyhow::Context;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -218,7 +219,7 @@ pub struct Offer {
     pub disk_used: Vec<u64>,
     /// Sessions since which every change of the primary's disks is known.
     #[serde(default)]
-    pub sessions: Vec<String>,
+    pub sessions: Sessions,
     /// Files that follow: what QEMU reads when it starts.
     pub files: Vec<FileOffer>,
     /// The backup's addresses that the primary knows, one for each path.

@@ -33,5 +33,6 @@ pub mod paths;
 pub mod primary;
 pub mod records;
 pub mod resync;
+pub mod sessions;
 pub mod sync;
 pub mod turn;

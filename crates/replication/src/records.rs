@@ -13,6 +13,7 @@
 mod reserved;
 
 use crate::membership::GroupMembers;
+use crate::sessions::Sessions;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
@@ -43,7 +44,7 @@ pub struct Record {
     /// The sessions since whose first synchronisation every change of the images is known;
     /// see [`crate::resync`].
     #[serde(default)]
-    pub sessions: Vec<String>,
+    pub sessions: Sessions,
     /// The session whose mirror the images are, which its activation must be of; it stays while the images are no base
     /// for a resynchronisation. None of the version before, which has it in `sessions` alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -115,7 +116,7 @@ impl Record {
     fn is_mirror_of(&self, session: &str) -> bool {
         match &self.mirror_of {
             Some(own) => own == session,
-            None => self.sessions == [session],
+            None => self.sessions[..] == [session],
         }
     }
 
@@ -195,7 +196,7 @@ impl Records {
         Record {
             image,
             peer: None,
-            sessions: Vec::new(),
+            sessions: Sessions::default(),
             mirror_of: None,
             in_lockstep: false,
             wanted: true,

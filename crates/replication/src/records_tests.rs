@@ -108,7 +108,8 @@ fn an_activation_counts_for_its_own_session_only() {
         (image.role, image.generation)
     };
     let mirror = records.of(ImageRole::Mirror, Generation(1), &definition());
-    let of_session = |session: &str| Record { sessions: vec![session.into()], ..mirror.clone() };
+    let of_session =
+        |session: &str| Record { sessions: Sessions::since(session.into()), ..mirror.clone() };
     records.write(&of_session("s1")).unwrap();
     let activation = records.prepare_activation(&literal("db"), "s1").unwrap();
     assert_eq!(role(&records), (ImageRole::Mirror, Generation(1)));
@@ -130,7 +131,9 @@ fn an_activation_counts_although_the_mirror_is_no_base_for_a_resync() {
     for (mirror_of, role) in [(Some("s1".to_owned()), ImageRole::Active), (None, ImageRole::Mirror)]
     {
         let mirror = records.of(ImageRole::Mirror, Generation(1), &definition());
-        records.write(&Record { sessions: vec!["s1".into()], mirror_of, ..mirror }).unwrap();
+        records
+            .write(&Record { sessions: Sessions::since("s1".into()), mirror_of, ..mirror })
+            .unwrap();
         let activation = records.prepare_activation(&vm, "s1").unwrap();
         records.change(&vm, |record| record.sessions.clear()).unwrap();
         activation.write(Generation(2)).unwrap();
@@ -138,7 +141,7 @@ fn an_activation_counts_although_the_mirror_is_no_base_for_a_resync() {
     }
     // Nor does it count for another session that bears the same one in its list.
     let mirror = records.of(ImageRole::Mirror, Generation(1), &definition());
-    let (sessions, mirror_of) = (vec!["s1".to_owned()], Some("s2".to_owned()));
+    let (sessions, mirror_of) = (Sessions::since("s1".to_owned()), Some("s2".to_owned()));
     records.write(&Record { sessions, mirror_of, ..mirror }).unwrap();
     assert_eq!(records.read(&vm).unwrap().unwrap().image.role, ImageRole::Mirror);
 }
@@ -152,7 +155,7 @@ fn a_mirror_that_was_won_and_given_back_is_valid_only_if_it_was_activated() {
         let records = Records::new(directory.path(), &literal("b"));
         fs::create_dir(directory.path().join("db")).unwrap();
         let mirror = records.of(ImageRole::Mirror, Generation(1), &definition());
-        records.write(&Record { sessions: vec!["s1".into()], ..mirror }).unwrap();
+        records.write(&Record { sessions: Sessions::since("s1".into()), ..mirror }).unwrap();
         let activation = records.prepare_activation(&literal("db"), "s1").unwrap();
         if activated {
             activation.write(Generation(2)).unwrap();

@@ -10,6 +10,7 @@
 
 use crate::handshake::Offer;
 use crate::records::{Record, Records};
+use crate::sessions::Sessions;
 use anyhow::{Context, ensure};
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -76,21 +77,17 @@ pub fn fresh_session(host: &str, vm: &VmName) -> io::Result<String> {
 
 /// Notes the changes of a machine's disks from now on, if nobody does yet. Returns the
 /// sessions since which they were noted.
-pub fn track(
-    machine: &Machine,
-    records: &Records,
-    directory: &Path,
-) -> anyhow::Result<Vec<String>> {
+pub fn track(machine: &Machine, records: &Records, directory: &Path) -> anyhow::Result<Sessions> {
     let vm = &machine.definition().name;
     if machine.disks().iter().all(|disk| disk.changes().is_some()) {
-        return Ok(records.read(vm)?.map_or_else(Vec::new, |record| record.sessions));
+        return Ok(records.read(vm)?.map_or_else(Sessions::default, |record| record.sessions));
     }
     // First: no session may be believed of a map that begins now.
     records.change(vm, |record| record.sessions.clear())?;
     for (disk, map) in machine.disks().iter().zip(create(&machine.disks(), directory)?) {
         disk.set_changes(Some(map));
     }
-    Ok(Vec::new())
+    Ok(Sessions::default())
 }
 
 /// Creates new, empty maps for these disks, in place of former ones.
@@ -121,10 +118,10 @@ pub fn go_on(
 
 /// The sessions since which all changes were noted, which is gone on with.
 #[must_use]
-pub fn reopen(record: &Record, disks: &[Arc<Disk>], directory: &Path) -> Vec<String> {
+pub fn reopen(record: &Record, disks: &[Arc<Disk>], directory: &Path) -> Sessions {
     let paths: Vec<_> = disks.iter().map(|disk| disk.path()).collect();
     if record.sessions.is_empty() || paths != record.images() {
-        return Vec::new();
+        return Sessions::default();
     }
     if record.in_lockstep {
         tracing::warn!(
@@ -132,7 +129,7 @@ pub fn reopen(record: &Record, disks: &[Arc<Disk>], directory: &Path) -> Vec<Str
             "the next synchronisation will copy all: the VM was lost in lockstep, and its mirror \
              may have what was not written here"
         );
-        return Vec::new();
+        return Sessions::default();
     }
     let unsealed = |maps: Vec<ChangeMap>| -> Result<Vec<ChangeMap>, String> {
         maps.iter().try_for_each(ChangeMap::unseal).map_err(|error| error.to_string())?;
@@ -150,7 +147,7 @@ pub fn reopen(record: &Record, disks: &[Arc<Disk>], directory: &Path) -> Vec<Str
                 vm = %record.definition.name,
                 "the next synchronisation will copy all: {doubt}"
             );
-            Vec::new()
+            Sessions::default()
         }
     }
 }
@@ -291,7 +288,7 @@ pub fn merge(machine: &Machine, sessions: &[String], resync: &Resync) -> anyhow:
 /// Notes, on the backup, that its primary has noted what changed here since this session: the copy can be taken up
 /// again by it. Of no other session: another host that knows one has not heard of these changes.
 pub fn note_merged(records: &Records, vm: &VmName, session: String) -> io::Result<()> {
-    records.change(vm, |record| record.sessions = vec![session])
+    records.change(vm, |record| record.sessions = Sessions::since(session))
 }
 
 #[cfg(test)]
@@ -320,7 +317,9 @@ mod tests {
             let definition = VmDefinition::from_toml(&text, Path::new("/vm.toml")).unwrap();
             let records = Records::new(directory.path(), &literal("b"));
             let record = records.of(role, Generation(1), &definition);
-            records.write(&Record { sessions: vec!["s1".to_owned()], ..record }).unwrap();
+            records
+                .write(&Record { sessions: Sessions::since("s1".to_owned()), ..record })
+                .unwrap();
             Known { directory, records, image }
         }
 
@@ -346,7 +345,7 @@ mod tests {
         create(&disks, &known.of_vm()).unwrap();
         go_on(&known.records, &known.record(), &disks, &known.of_vm()).unwrap();
         assert!(disks[0].changes().is_some());
-        assert_eq!(known.record().sessions, ["s1"]);
+        assert_eq!(known.record().sessions[..], ["s1"]);
         drop(disks);
         fs::remove_file(changes_path(&known.of_vm(), DiskIndex(0))).unwrap();
         let disks = known.open();
@@ -361,13 +360,13 @@ mod tests {
     fn after_a_merge_only_its_session_counts() {
         let known = Known::of(ImageRole::Active);
         let record = known.record();
-        let sessions = ["s1", "s2"].map(str::to_owned).to_vec();
+        let sessions = ["s1", "s2"].map(str::to_owned).to_vec().into();
         known.records.write(&Record { sessions, ..record }).unwrap();
         let resync = Resync { session: "s2".to_owned(), changed: Vec::new() };
         let groundwork = Groundwork::Resync(Vec::new(), resync);
         let session = groundwork.session().unwrap().to_owned();
         note_merged(&known.records, &literal("db"), session).unwrap();
-        assert_eq!(known.record().sessions, ["s2"]);
+        assert_eq!(known.record().sessions[..], ["s2"]);
         assert_eq!(Groundwork::Full("why".to_owned()).session(), None);
     }
 

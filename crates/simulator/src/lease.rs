@@ -231,7 +231,8 @@ impl World {
             return;
         }
         let found = self.arbiter.renewals.get(&forcing.generation).cloned();
-        match forcing.watch.look(self.clock(forcing.host), found) {
+        let now = self.clock(forcing.host);
+        match forcing.watch.look((now, now), found) {
             LeaseSight::Over(last) => forcing.last = Some(last),
             LeaseSight::Wait(_) => return self.after(LOOK, Event::ForceLooks(forcing)),
             LeaseSight::None => return,

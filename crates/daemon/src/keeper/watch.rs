@@ -73,6 +73,9 @@ impl Host {
         }
         self.end_dead_restore(vm);
         self.forget_insistence(vm);
+        if let Ok(Some(record)) = self.record(vm) {
+            self.seal_left_lists(&record);
+        }
         // Not before: whoever asks meanwhile is told of it either way.
         self.forget_note(&note);
     }

@@ -15,12 +15,19 @@ pub(crate) enum Contender {
     Any(Vec<HostName>),
 }
 
-/// One who was waited for.
+/// Those who were waited for.
 pub(crate) struct Awaited {
-    /// Contender that was waited for.
-    pub contender: Contender,
-    /// Its lease when it was over.
+    /// Contenders that were waited for.
+    pub contenders: Vec<Contender>,
+    /// Their leases when they were over.
     pub lease: FormerLease,
+}
+
+impl Awaited {
+    /// Whether this one was waited for.
+    pub fn covers(&self, contender: &Contender) -> bool {
+        self.contenders.iter().any(|awaited| awaited.includes(contender))
+    }
 }
 
 /// Generations of which an owner may not have read yet that it has lost the VM.
@@ -54,6 +61,24 @@ impl Tenures {
 }
 
 impl Contender {
+    /// All of a VM that is `now`'s, by the arbiter's word, and that a host which answers ran last at the generation `ran`. An
+    /// owner that answers, and did not come to run it, may not have waited for those before: nor may one that is silent.
+    pub fn of(
+        here: &HostName,
+        (ran, now): (Generation, &Ownership),
+        silent: Vec<HostName>,
+        answers: impl Fn(&HostName) -> bool,
+    ) -> Vec<Contender> {
+        let owner = now.host.clone().filter(|host| host != here && !answers(host));
+        let tenures = Tenures::between(ran, now);
+        let is_former = |host: &HostName| owner.as_ref() != Some(host);
+        let former: Vec<HostName> = silent.into_iter().filter(is_former).collect();
+        let former = (!tenures.is_empty() && !former.is_empty())
+            .then_some(Contender::Former(former, tenures));
+        let owner = owner.map(|host| Contender::Owner(host, now.generation));
+        owner.into_iter().chain(former).collect()
+    }
+
     /// Whether a lease of that host is its.
     pub fn may_be(&self, host: &HostName) -> bool {
         self.hosts().contains(host)

@@ -14,7 +14,7 @@ mod tending;
 mod watchdog;
 
 pub(crate) use contender::{Awaited, Contender, Tenures};
-pub(crate) use former::FormerLease;
+pub(crate) use former::{Busy, FormerLease};
 pub(crate) use watchdog::{Petting, Watchdog};
 
 use crate::containment;

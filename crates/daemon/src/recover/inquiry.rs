@@ -1,7 +1,7 @@
 //! Answers of everybody who was asked about a VM's images, and what follows from it.
 
 use super::ImagesAnswer;
-use crate::lease::{Awaited, Contender, Tenures};
+use crate::lease::{Awaited, Contender};
 use understudy_protocol::autostart::Knowledge;
 use understudy_protocol::validity::{ArbiterWord, Evidence, Finding, ImageRole, judge};
 use understudy_protocol::{Generation, GroupName, HostName, VmName};
@@ -32,36 +32,30 @@ impl Inquiry {
         Inquiry { answers, silent, arbiter, arbiter_words }
     }
 
-    /// Who may run the VM, and does not answer `here`.
-    pub(super) fn contender(&self, here: &HostName) -> Option<Contender> {
+    /// Those who may run the VM, and do not answer `here`.
+    pub(super) fn contenders(&self, here: &HostName) -> Vec<Contender> {
         let silent: Vec<HostName> = self.silent.iter().map(|(host, _)| host.clone()).collect();
         let evidence = self.evidence();
         let owner = match evidence.word() {
-            ArbiterWord::Says(owner) => owner.as_ref()?,
-            ArbiterWord::Silent => {
-                return (!silent.is_empty()).then_some(Contender::Any(silent));
-            }
+            ArbiterWord::Says(None) => return Vec::new(),
+            ArbiterWord::Says(Some(owner)) => owner,
+            ArbiterWord::Silent if silent.is_empty() => return Vec::new(),
+            ArbiterWord::Silent => return vec![Contender::Any(silent)],
         };
         let answers = |host: &HostName| self.answers.iter().any(|answer| answer.host == *host);
-        if let Some(host) = owner.host.as_ref().filter(|host| *host != here) {
-            let silent = !answers(host);
-            return silent.then(|| Contender::Owner(host.clone(), owner.generation));
-        }
         let records = self.answers.iter().filter_map(|answer| answer.record.as_ref());
         let ran = records.filter_map(|record| record.image.ran_at()).max();
-        let tenures = Tenures::between(ran.unwrap_or_default(), owner);
-        (!tenures.is_empty() && !silent.is_empty()).then_some(Contender::Former(silent, tenures))
+        Contender::of(here, (ran.unwrap_or_default(), owner), silent, answers)
     }
 
-    /// The same, unless it was waited for: it answered when that began.
+    /// One of them that was not waited for: it answered when that began.
     pub(super) fn newly_silent(
         &self,
         here: &HostName,
         awaited: Option<&Awaited>,
     ) -> Option<Contender> {
-        let contender = self.contender(here)?;
-        let is_covered = awaited.is_some_and(|awaited| awaited.contender.includes(&contender));
-        (!is_covered).then_some(contender)
+        let is_covered = |contender: &Contender| awaited.is_some_and(|it| it.covers(contender));
+        self.contenders(here).into_iter().find(|contender| !is_covered(contender))
     }
 
     /// A host that does something with the VM, and what.
@@ -171,7 +165,7 @@ fn describe(answer: &ImagesAnswer) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::lease::FormerLease;
+    use crate::lease::{FormerLease, Tenures};
     use std::collections::BTreeMap;
     use understudy_protocol::{Ownership, literal};
     use understudy_qemu::VmDefinition;
@@ -228,13 +222,47 @@ mod tests {
             });
             let silent = silent.iter().map(|host| (literal(host), "no answer".to_owned()));
             let word = (ArbiterWord::Says(owner), String::new());
-            Inquiry::new(word, vec![here.clone()], silent.collect()).contender(&literal("a"))
+            Inquiry::new(word, vec![here.clone()], silent.collect()).contenders(&literal("a"))
         };
         for lost in [None, Some(2)] {
-            assert_eq!(contender(lost, &["b"]), Some(Contender::Any(vec![literal("b")])));
-            assert_eq!(contender(lost, &[]), None);
+            assert_eq!(contender(lost, &["b"]), [Contender::Any(vec![literal("b")])]);
+            assert_eq!(contender(lost, &[]), []);
         }
-        assert_eq!(contender(Some(3), &["b"]), None, "it is the owner's itself");
+        assert_eq!(contender(Some(3), &["b"]), [], "it is the owner's itself");
+    }
+
+    // Before, host c waited for nobody: host b, which had won the VM and not started it, answers, and host a, which ran it
+    // before, need not have read that.
+    #[test]
+    fn silent_owners_of_before_are_waited_for_whoever_owns_it_now() {
+        let (a, here) = (literal::<HostName>("a"), literal("c"));
+        let owner = Ownership { host: Some(literal("b")), generation: Generation(4) };
+        let tenures = Tenures::between(Generation(0), &owner);
+        let of = |answering: Vec<ImagesAnswer>, silent: &[&'static str]| {
+            let silent = silent.iter().map(|host| (literal(host), "no answer".to_owned()));
+            let word = (ArbiterWord::Says(Some(owner.clone())), String::new());
+            Inquiry::new(word, answering, silent.collect())
+        };
+        let before = of(vec![answers("c", None), answers("b", None)], &["a"]);
+        let former = Contender::Former(vec![a], tenures);
+        assert_eq!(before.contenders(&here), [former.clone()]);
+        let both = of(vec![answers("c", None)], &["a", "b"]);
+        let of_b = Contender::Owner(literal("b"), Generation(4));
+        assert_eq!(both.contenders(&here), [of_b.clone(), former.clone()]);
+        let awaited = |contenders| Awaited { contenders, lease: FormerLease::default() };
+        assert_eq!(both.newly_silent(&here, Some(&awaited(vec![of_b, former.clone()]))), None);
+        let owner_too = both.newly_silent(&here, Some(&awaited(vec![former])));
+        assert!(matches!(owner_too, Some(Contender::Owner(..))), "{owner_too:?}");
+        // Who ran it at the newest generation has waited for all before.
+        let text = "name = 'db'\nmemory = '64M'\nvcpus = 1";
+        let definition: VmDefinition = toml::from_str(text).unwrap();
+        let record = Records::new("/s".as_ref(), &literal("b")).of(
+            ImageRole::Active,
+            Generation(4),
+            &definition,
+        );
+        let ran = ImagesAnswer { record: Some(record), ..answers("b", None) };
+        assert_eq!(of(vec![answers("c", None), ran], &["a"]).contenders(&here), []);
     }
 
     // Before, `recover` on the winner, which had just handed the VM back, started a copy beside the guest that host a went
@@ -258,11 +286,13 @@ mod tests {
     fn an_owner_that_falls_silent_between_two_inquiries_was_not_waited_for() {
         let here = literal("b");
         let first = inquiry(vec![answers("b", None), answers("a", Some("runs it"))], &[]);
-        assert_eq!(first.contender(&here), None, "there is nobody to wait for");
+        assert_eq!(first.contenders(&here), [], "there is nobody to wait for");
         let second = inquiry(vec![answers("b", None)], &["a"]);
         let owner = Contender::Owner(literal("a"), Generation(3));
         assert_eq!(second.newly_silent(&here, None), Some(owner.clone()));
-        let awaited = |contender| Some(Awaited { contender, lease: FormerLease::default() });
+        let awaited = |contender| {
+            Some(Awaited { contenders: vec![contender], lease: FormerLease::default() })
+        };
         assert_eq!(second.newly_silent(&here, awaited(owner.clone()).as_ref()), None);
         let earlier = Contender::Owner(literal("a"), Generation(2));
         assert_eq!(second.newly_silent(&here, awaited(earlier).as_ref()), Some(owner));

@@ -4,8 +4,8 @@
 use super::former;
 use super::placement::runs_elsewhere;
 use crate::host::Host;
-use crate::lease::{Contender, FormerLease, Tenures};
-use crate::recover::{ImagesAnswer, OwnersWord};
+use crate::lease::{Busy, Contender, FormerLease};
+use crate::recover::OwnersWord;
 use anyhow::{Context, anyhow, bail};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -153,8 +153,10 @@ fn await_owner(host: &Host, vm: &VmName) -> anyhow::Result<(Option<HostName>, Fo
         OwnersWord::Busy(owner, busy) => bail!(runs_elsewhere(vm, &owner, &busy)),
         // Where it keeps no lease, the operator's --force counts.
         OwnersWord::Silent(owner, generation) => {
+            let now = Ownership { host: Some(owner.clone()), generation };
+            let former = await_former(host, vm, &now)?;
             let contender = Contender::Owner(owner.clone(), generation);
-            Ok((Some(owner), host.await_lease(vm, &contender, true)?))
+            Ok((Some(owner), former.and(host.await_lease(vm, &contender, true)?)))
         }
         OwnersWord::Unknown(why) => {
             bail!(
@@ -165,24 +167,10 @@ fn await_owner(host: &Host, vm: &VmName) -> anyhow::Result<(Option<HostName>, Fo
     }
 }
 
-/// Sees that nobody who owned the VM before `now` goes on with it: a restore that has won it may have come to nothing
-/// before that one could read so.
+/// See [`Host::await_former_owners`].
 fn await_former(host: &Host, vm: &VmName, now: &Ownership) -> anyhow::Result<FormerLease> {
-    let ran = host.record(vm)?.and_then(|record| record.image.ran_at());
-    let tenures = Tenures::between(ran.unwrap_or_default(), now);
-    let mut silent = Vec::new();
-    for owner in host.owners_of(vm, tenures)? {
-        match host.ask_one(&owner, vm) {
-            Some(ImagesAnswer { busy: Some(busy), .. }) => bail!(runs_elsewhere(vm, &owner, &busy)),
-            // A copy that it keeps is nothing unless it is the owner.
-            Some(_) => {}
-            None => silent.push(owner),
-        }
-    }
-    match silent.is_empty() {
-        true => Ok(FormerLease::default()),
-        false => Ok(host.await_lease(vm, &Contender::Former(silent, tenures), true)?),
-    }
+    host.await_former_owners(vm, now)?
+        .map_err(|Busy(owner, busy)| anyhow!(runs_elsewhere(vm, &owner, &busy)))
 }
 
 impl Prepared {
@@ -201,7 +189,7 @@ impl Prepared {
         let _adding = host.adding.lock();
         host.check_unused(self.machine.definition())?;
         let _claim = host.arrivals.begin_claim(task.vm());
-        let generation = host.take_ownership(task.vm(), task.newest)?;
+        let generation = host.claim_after(task.vm(), task.newest, &self.former)?;
         let run = || -> anyhow::Result<()> {
             host.note_restoring(&self.machine, generation, task, self.owner.clone())?;
             fail::fail_point!("restore-claimed", |_| Err(anyhow!("a test says so")));

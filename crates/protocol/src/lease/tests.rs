@@ -120,19 +120,36 @@ fn renewal(mark: u64) -> Option<Renewal> {
     Some(Renewal { host: literal("a"), length_ms: 15_000, mark })
 }
 
+/// A look that takes no time.
+fn at_once(now: Time) -> (Time, Time) {
+    (now, now)
+}
+
+/// Before, whoever stood still behind a read took what it had found for the renewal of a minute later.
+#[test]
+fn a_lease_is_not_over_by_a_look_that_its_host_slept_through() {
+    let mut watch = LeaseWatch::default();
+    let patience = renewal(7).unwrap().patience();
+    assert_eq!(watch.look((at(0), at(2_000)), renewal(7)), LeaseSight::Wait(patience));
+    let slept = watch.look((at(3_000), at(63_000)), renewal(7));
+    assert_eq!(slept, LeaseSight::Wait(patience - Duration::from_secs(1)));
+    let end = Time(patience) + Duration::from_secs(2);
+    assert!(matches!(watch.look(at_once(end), renewal(7)), LeaseSight::Over(_)), "seen at 2 s");
+}
+
 #[test]
 fn a_lease_is_over_when_nothing_has_changed_for_longer_than_it_lasts() {
     let mut watch = LeaseWatch::default();
     let patience = renewal(7).unwrap().patience();
     assert!(patience > LENGTH + Duration::from_secs(1));
-    assert_eq!(watch.look(at(0), renewal(7)), LeaseSight::Wait(patience));
+    assert_eq!(watch.look(at_once(at(0)), renewal(7)), LeaseSight::Wait(patience));
     let left = patience - Duration::from_secs(15);
-    assert_eq!(watch.look(at(15_000), renewal(7)), LeaseSight::Wait(left));
+    assert_eq!(watch.look(at_once(at(15_000)), renewal(7)), LeaseSight::Wait(left));
     let end = Time(patience);
-    assert_eq!(watch.look(end, renewal(7)), LeaseSight::Over(renewal(7).unwrap()));
-    assert_eq!(watch.look(end, renewal(8)), LeaseSight::Alive);
-    assert_eq!(watch.look(end, None), LeaseSight::Alive, "withdrawn");
-    assert_eq!(LeaseWatch::default().look(end, None), LeaseSight::None);
+    assert_eq!(watch.look(at_once(end), renewal(7)), LeaseSight::Over(renewal(7).unwrap()));
+    assert_eq!(watch.look(at_once(end), renewal(8)), LeaseSight::Alive);
+    assert_eq!(watch.look(at_once(end), None), LeaseSight::Alive, "withdrawn");
+    assert_eq!(LeaseWatch::default().look(at_once(end), None), LeaseSight::None);
 }
 
 /// Both halves fit, however long a renewal was on its way.
@@ -145,7 +162,7 @@ fn whoever_looks_is_more_patient_than_any_lease_lasts() {
         let ends = if kept.is_empty() { 15_000 } else { asked + 15_000 };
         let (mut watch, mut taken) = (LeaseWatch::default(), None);
         for now in (0..60_000).step_by(50) {
-            match watch.look(at(now), renewal(u64::from(now >= written))) {
+            match watch.look(at_once(at(now)), renewal(u64::from(now >= written))) {
                 LeaseSight::Over(_) => taken = taken.or(Some(now)),
                 LeaseSight::Alive => (watch, taken) = (LeaseWatch::default(), None),
                 _ => {}

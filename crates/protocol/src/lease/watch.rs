@@ -47,17 +47,18 @@ pub struct LeaseWatch {
 }
 
 impl LeaseWatch {
-    /// Looks: `found` was read before `now`.
-    pub fn look(&mut self, now: Time, found: Option<Renewal>) -> LeaseSight {
+    /// Looks: `found` was read between these two times, which may be far apart. A renewal counts as seen from the later one
+    /// on, and as unchanged until the earlier one.
+    pub fn look(&mut self, (asked, read): (Time, Time), found: Option<Renewal>) -> LeaseSight {
         match (&self.seen, found) {
             (None, None) => LeaseSight::None,
             (None, Some(renewal)) => {
                 let patience = renewal.patience();
-                self.seen = Some((renewal, now));
+                self.seen = Some((renewal, read));
                 LeaseSight::Wait(patience)
             }
             (Some((seen, since)), Some(found)) if *seen == found => {
-                let left = seen.patience().saturating_sub(now - *since);
+                let left = seen.patience().saturating_sub(asked - *since);
                 match left.is_zero() || planted!(TakeAtOnce) {
                     true => LeaseSight::Over(found),
                     false => LeaseSight::Wait(left),

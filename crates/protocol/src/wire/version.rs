@@ -8,7 +8,7 @@
 //! | version | is new |
 //! |---|---|
 //! | 17 | one version only: whoever speaks it compares the dialler's least version with 17 |
-//! | 18 | versions are negotiated; the purpose `clock`; `autostart` in an offered definition; a device state in parts |
+//! | 18 | versions are negotiated; the purpose `clock`; `autostart` in an offered definition; a device state in parts; the number of a backup's refusal |
 
 use crate::Spoken;
 
@@ -26,6 +26,9 @@ pub const FIRST_NEGOTIATED: WireVersion = 18;
 
 /// The first version with [`Kind::DeviceStatePart`](super::Kind::DeviceStatePart).
 pub const FIRST_WITH_STATE_PARTS: WireVersion = 18;
+
+/// The first version in which a backup's [`Kind::Refuse`](super::Kind::Refuse) may have a number.
+pub const FIRST_WITH_FAILED_MIRRORS: WireVersion = 18;
 
 /// The versions that this release speaks.
 pub const SPOKEN: Spoken = Spoken { least: LEAST_WIRE_VERSION, highest: WIRE_VERSION };

@@ -5,6 +5,7 @@ use super::session::Session;
 use crate::moments::pass;
 use crate::records::{Activation, Record, Records};
 use crate::resync;
+use crate::sessions::Sessions;
 use anyhow::Context;
 use std::sync::Arc;
 use std::time::Instant;
@@ -40,7 +41,7 @@ impl Session {
         let machine = self.machine();
         let definition = machine.definition_now();
         let record = self.records.of(ImageRole::Mirror, self.position().0, &definition);
-        let (peer, sessions) = (Some(self.primary.clone()), vec![self.id.clone()]);
+        let (peer, sessions) = (Some(self.primary.clone()), Sessions::since(self.id.clone()));
         let mirror_of = Some(self.id.clone());
         self.records.write(&Record { peer, sessions, mirror_of, ..record })?;
         let changes = resync::create(&machine.disks(), &self.directory)?;
@@ -108,7 +109,7 @@ mod tests {
         fs::create_dir_all(path(1).join("full")).unwrap();
         let records = Records::new(state.path(), &literal("b"));
         let former = records.of(ImageRole::Active, Generation(2), &definition);
-        records.write(&Record { sessions: vec!["s1".to_owned()], ..former }).unwrap();
+        records.write(&Record { sessions: Sessions::since("s1".to_owned()), ..former }).unwrap();
         let fresh =
             |index| Mirror::Fresh(FreshMirror::create(&of_vm, DiskIndex(index), 1 << 20).unwrap());
         let synced = Synced::of(vec![fresh(0), fresh(1)], || ()).unwrap();
@@ -117,6 +118,9 @@ mod tests {
         assert_eq!(fs::metadata(path(0)).unwrap().len(), 1 << 20, "it is a new one");
         let record = records.read(&vm).unwrap().unwrap();
         assert_eq!(record.image.role, ImageRole::Syncing);
-        assert_eq!((record.image.generation, record.sessions), (Generation(3), Vec::new()));
+        assert_eq!(
+            (record.image.generation, record.sessions),
+            (Generation(3), Sessions::default())
+        );
     }
 }

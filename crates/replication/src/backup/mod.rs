@@ -42,7 +42,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::thread;
 use std::time::Duration;
 use turn::Orders;
@@ -54,7 +54,7 @@ use understudy_link::channel::{Channel, Renewal};
 use understudy_link::link::Link;
 use understudy_machine::Machine;
 use understudy_protocol::HostName;
-use understudy_protocol::wire::Kind;
+use understudy_protocol::wire::{Kind, WireVersion};
 use understudy_protocol::{Count, DiskIndex, Epoch, PathIndex};
 use understudy_qemu::VmDefinition;
 use understudy_qemu::command::BootFiles;
@@ -142,6 +142,8 @@ pub struct Plan {
     pub id: String,
     /// The primary's host name.
     pub primary: HostName,
+    /// The wire version that is spoken with it.
+    pub version: WireVersion,
     /// Mode in which this host is to keep up with it.
     pub mode: Mode,
     /// Source, in lockstep, of its guest's reads.
@@ -202,6 +204,7 @@ pub fn accept(
         vm,
         id: plan.id,
         primary: plan.primary,
+        version: plan.version,
         turns: AtomicU64::new(0),
         launch: plan.launch,
         former: plan.former.into(),
@@ -222,6 +225,7 @@ pub fn accept(
         rounds: Rounds::of_new_session(),
         received: AtomicU64::new(0),
         worked: AtomicU64::new(0),
+        mirrors_failed: AtomicBool::new(false),
         vitals: vitals::Vitals::default(),
         clock: takeover::Clock::default(),
         frames: frames::Frames::new(machine.ports()),

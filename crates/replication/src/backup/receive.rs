@@ -57,7 +57,7 @@ impl Session {
             while self.data.receive().is_ok() {}
             break failure.to_string();
         };
-        self.say(&ToPrimary::Refuse(reason.clone()));
+        self.say(&self.refusal(reason.clone()));
         self.data.close();
         self.event(Event::DataEnded(self.place, reason));
     }

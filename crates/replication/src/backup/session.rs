@@ -22,7 +22,7 @@ use crate::sync::ByteBudget;
 use crossbeam_channel::{Receiver, Sender};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use tracing::{error, info, warn};
 use understudy_arbiter::Arbiter;
 use understudy_cluster::kept::Keeper;
@@ -31,6 +31,7 @@ use understudy_link::channel::Channel;
 use understudy_machine::Machine;
 use understudy_protocol::HostName;
 use understudy_protocol::VmName;
+use understudy_protocol::wire::WireVersion;
 use understudy_protocol::{BackupPhase, Epoch, Generation, Output, Ownership};
 use understudy_report::{Mode, ProtectRequest};
 use understudy_session::backup::{Effect, Errand, Event, Word};
@@ -51,6 +52,8 @@ pub struct Session {
     pub id: String,
     /// The primary's host name.
     pub primary: HostName,
+    /// The wire version that is spoken with it.
+    pub(super) version: WireVersion,
     pub(super) present: Mutex<Present>,
     /// The rounds in which the guest's changes here are forgotten in lockstep.
     pub(super) rounds: Rounds,
@@ -83,6 +86,8 @@ pub struct Session {
     pub(super) received: AtomicU64,
     /// Bytes that were applied, and words that QEMU is waited for in lockstep.
     pub(super) worked: AtomicU64,
+    /// A mirror does not hold what the primary's image does.
+    pub(super) mirrors_failed: AtomicBool,
     /// Whether it could be started now.
     pub(super) vitals: Vitals,
     /// Clock of the take-over, if it comes to one.
@@ -238,11 +243,16 @@ impl Session {
 
     fn worded(&self, word: Word) -> ToPrimary {
         match word {
-            Word::Refuse(reason) => ToPrimary::Refuse(reason),
+            Word::Refuse(reason) => self.refusal(reason),
             Word::Diverged(reason) => ToPrimary::Diverged(reason),
             Word::StoodDown => ToPrimary::StoodDown,
             Word::Live(leaders) => ToPrimary::Live(self.group.generation(self, leaders)),
         }
+    }
+
+    pub(super) fn refusal(&self, reason: String) -> ToPrimary {
+        let mirrors_failed = self.mirrors_failed.load(Ordering::Acquire);
+        ToPrimary::refusal(reason, mirrors_failed, self.version)
     }
 
     /// Tells the primary. If it cannot be sent the reading thread finds out why.
@@ -264,8 +274,10 @@ impl Session {
     }
 
     /// Distrusts the mirrors, of which nobody knows what they hold: they are no base for another
-    /// synchronisation.
+    /// synchronisation. The primary is told, too, and notes it: this host may be unable to.
     fn distrust_mirrors(&self) {
+        self.mirrors_failed.store(true, Ordering::Release);
+        fail::fail_point!("distrust", |_| ());
         if let Err(error) = self.records.change(&self.vm, |record| record.sessions.clear()) {
             error!(vm = %self.vm, "{error}");
         }

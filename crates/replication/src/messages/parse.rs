@@ -32,9 +32,23 @@ pub fn bare(message: &Message) -> Result<(), WireError> {
     without_number(message)
 }
 
+/// The number of a message in which it says yes or no.
+pub fn flag(message: &Message) -> Result<bool, WireError> {
+    match message.header.epoch.0 {
+        0 => Ok(false),
+        1 => Ok(true),
+        _ => Err(message.malformed("its number is neither 0 nor 1")),
+    }
+}
+
 /// Words for people.
 pub fn text(message: Message) -> Result<String, WireError> {
     without_number(&message)?;
+    numbered_text(message)
+}
+
+/// The same of a message whose number was looked at.
+pub fn numbered_text(message: Message) -> Result<String, WireError> {
     let header = message.header;
     String::from_utf8(message.payload).map_err(|_| header.malformed("it is not UTF-8"))
 }

@@ -130,7 +130,7 @@ fn to_primary(stuff: &Stuff) -> Vec<ToPrimary> {
         ToPrimary::MayTakeOver(obstacle),
         ToPrimary::StoodDown,
         ToPrimary::Live(Generation(number)),
-        ToPrimary::Refuse(words.clone()),
+        ToPrimary::Refuse { reason: words.clone(), mirrors_failed: flag },
         ToPrimary::Diverged(words.clone()),
         ToPrimary::Progress(progress),
         ToPrimary::Written(Written(vec![number; usize::from(index % 7)])),
@@ -230,8 +230,18 @@ fn numbers_and_payloads_that_mean_nothing_are_refused() {
         (Kind::MayTakeOver, 0, b"\xc0"),
         (Kind::Progress, 0, b"short"),
         (Kind::Compared, 1, b""),
+        (Kind::Refuse, 2, b"words"),
+        (Kind::Refuse, 1, b"\xff"),
     ];
     are_malformed(&wrong, ToPrimary::decode);
+}
+
+// A primary that knows no number there would take the refusal for a broken connection, and not say why.
+#[test]
+fn a_refusal_has_no_number_for_a_primary_of_the_version_before() {
+    let refusal = |version| ToPrimary::refusal("it is full".to_owned(), true, version);
+    let number = |version| wire_of_backup(&refusal(version)).header.epoch;
+    assert_eq!((number(17), number(18)), (Epoch(0), Epoch(1)));
 }
 
 fn are_malformed<T: Debug>(

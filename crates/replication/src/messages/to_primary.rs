@@ -8,7 +8,9 @@ use understudy_cluster::messages::Kept;
 use understudy_link::channel::Channel;
 use understudy_link::link::Next;
 use understudy_lockstep::{Findings, Written};
-use understudy_protocol::wire::{Header, Kind, LogProgress, Message, WireError};
+use understudy_protocol::wire::{
+    FIRST_WITH_FAILED_MIRRORS, Header, Kind, LogProgress, Message, WireError, WireVersion,
+};
 use understudy_protocol::{Epoch, Generation};
 
 /// A message of the backup.
@@ -27,7 +29,12 @@ pub enum ToPrimary {
     /// The VM runs on the backup, in this generation.
     Live(Generation),
     /// The backup gives up, for this reason.
-    Refuse(String),
+    Refuse {
+        /// The reason.
+        reason: String,
+        /// A mirror of its does not hold what the primary's image does: it is no base for another session.
+        mirrors_failed: bool,
+    },
     /// Its QEMU does not follow the log any more, for this reason. Lockstep mode, like what
     /// follows.
     Diverged(String),
@@ -46,6 +53,12 @@ pub enum ToPrimary {
 }
 
 impl ToPrimary {
+    /// The backup gives up, for this reason, and says so to a primary with which this version is spoken.
+    pub fn refusal(reason: String, mirrors_failed: bool, version: WireVersion) -> ToPrimary {
+        let mirrors_failed = mirrors_failed && version >= FIRST_WITH_FAILED_MIRRORS;
+        ToPrimary::Refuse { reason, mirrors_failed }
+    }
+
     /// Sends it.
     pub fn send(&self, channel: &Channel) -> io::Result<Header> {
         self.encode()?.send(channel, Next::Unknown)
@@ -63,7 +76,10 @@ impl ToPrimary {
             }
             ToPrimary::StoodDown => Encoded::signal(Kind::StoodDown, 0),
             ToPrimary::Live(generation) => Encoded::signal(Kind::Live, generation.0),
-            ToPrimary::Refuse(reason) => Encoded::text(Kind::Refuse, reason),
+            ToPrimary::Refuse { reason, mirrors_failed } => Encoded {
+                number: u64::from(*mirrors_failed),
+                ..Encoded::text(Kind::Refuse, reason)
+            },
             ToPrimary::Diverged(reason) => Encoded::text(Kind::Diverged, reason),
             ToPrimary::Progress(progress) => owned(Kind::Progress, progress.encode().to_vec()),
             ToPrimary::Written(written) => owned(Kind::Written, written.encode()),
@@ -88,7 +104,10 @@ impl ToPrimary {
                 ToPrimary::StoodDown
             }
             Kind::Live => ToPrimary::Live(Generation(parse::number(&message)?)),
-            Kind::Refuse => ToPrimary::Refuse(parse::text(message)?),
+            Kind::Refuse => {
+                let mirrors_failed = parse::flag(&message)?;
+                ToPrimary::Refuse { reason: parse::numbered_text(message)?, mirrors_failed }
+            }
             Kind::Diverged => ToPrimary::Diverged(parse::text(message)?),
             Kind::Progress => {
                 parse::without_number(&message)?;

@@ -6,6 +6,7 @@ use super::session::Session;
 use crate::lockstep::reads;
 use crate::messages::{Piece, ToBackup};
 use crate::resync::Basis;
+use crate::sessions::Sessions;
 use anyhow::Context;
 use std::ops::Range;
 use std::sync::Arc;
@@ -187,8 +188,8 @@ fn rounds(session: &Session) -> anyhow::Result<()> {
             let (disks, mut is_late) = (machine.disks(), false);
             session.records.change(&session.vm, |record| {
                 is_late = disks.iter().any(|disk| has_other_rounds(disk, *rounds));
-                if !is_late {
-                    record.sessions = vec![session.id.clone()];
+                if !is_late && !session.distrusts_mirrors.load(Ordering::Acquire) {
+                    record.sessions = Sessions::since(session.id.clone());
                 }
             })?;
             if is_late {

@@ -57,6 +57,7 @@ use crate::heartbeat::{self, Dial, Heartbeats};
 use crate::lockstep::primary::{MACHINE, Recording, release};
 use crate::paths::PathMonitor;
 use crate::records::Records;
+use crate::sessions::Sessions;
 use activity::Watch;
 use anyhow::Context;
 use crossbeam_channel::Receiver;
@@ -131,7 +132,7 @@ pub struct Plan {
     /// Names the session; unique.
     pub session: String,
     /// Sessions since which every change of the disks is known.
-    pub sessions: Vec<String>,
+    pub sessions: Sessions,
     /// Asks whoever has won the VM, while its guest is kept here.
     pub ask_winner: AskWinner,
     /// Hears that the backup has not been able to take over for long.
@@ -207,6 +208,7 @@ pub fn protect(
         paths,
         place,
         diverged: AtomicBool::new(false),
+        distrusts_mirrors: AtomicBool::new(false),
         arbiter: plan.arbiter,
         ask_winner: plan.ask_winner,
         tell_sick: plan.tell_sick,
@@ -236,7 +238,7 @@ fn note(session: &Session, mode: Mode) -> anyhow::Result<()> {
     fail::fail_point!("note-session");
     session.records.change(&session.vm, |record| {
         record.peer = Some(session.peer.clone());
-        record.sessions.push(session.id.clone());
+        record.sessions.note(session.id.clone());
         record.in_lockstep = mode == Mode::Lockstep;
     })?;
     Ok(())

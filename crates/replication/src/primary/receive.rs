@@ -61,10 +61,15 @@ fn receive_one(session: &Session) -> anyhow::Result<ControlFlow<()>> {
         ToPrimary::Live(generation) => session.event(Event::LiveElsewhere(generation)),
         ToPrimary::Diverged(reason) => {
             fail::fail_point!("before-diverged");
-            session.diverged.store(true, Ordering::Release);
+            session.diverge();
             bail!(reason);
         }
-        ToPrimary::Refuse(reason) => bail!(reason),
+        ToPrimary::Refuse { reason, mirrors_failed } => {
+            if mirrors_failed {
+                session.distrust_mirrors();
+            }
+            bail!(reason);
+        }
     }
     Ok(ControlFlow::Continue(()))
 }

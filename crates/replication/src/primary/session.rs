@@ -31,7 +31,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 use understudy_arbiter::Arbiter;
 use understudy_disk::Rounds;
 use understudy_encoding::EncodingPlan;
@@ -109,6 +109,8 @@ pub struct Session {
     pub(super) place: usize,
     /// The backup's QEMU did not follow the log.
     pub(super) diverged: AtomicBool,
+    /// The backup's mirrors are not what this host's images are: no session is noted any more.
+    pub(super) distrusts_mirrors: AtomicBool,
     pub(super) arbiter: Arbiter,
     /// Asks whoever has won the VM.
     pub(super) ask_winner: AskWinner,
@@ -394,6 +396,29 @@ impl Session {
     /// Whether it ended because the backup did not follow the log.
     pub fn has_diverged(&self) -> bool {
         self.diverged.load(Ordering::Acquire)
+    }
+
+    /// The backup does not follow the log: its mirrors are no base, either.
+    pub(crate) fn diverge(&self) {
+        self.diverged.store(true, Ordering::Release);
+        self.distrust_mirrors();
+    }
+
+    /// Distrusts the backup's mirrors: they are no base for another synchronisation. That is to be
+    /// [noted](Session::note_distrust) before there is another session.
+    pub(super) fn distrust_mirrors(&self) {
+        self.distrusts_mirrors.store(true, Ordering::Release);
+    }
+
+    /// Notes that no session which both hosts know is a base for another synchronisation, if the backup's mirrors are
+    /// distrusted: what the backup is told, or has noted, may be lost with it.
+    pub fn note_distrust(&self) {
+        if !self.distrusts_mirrors.load(Ordering::Acquire) {
+            return;
+        }
+        if let Err(error) = self.records.change(&self.vm, |record| record.sessions.clear()) {
+            error!(vm = %self.vm, "that the mirrors of host {} are no base is not on record: {error}", self.peer);
+        }
     }
 
     /// Whether another epoch may be closed now.

@@ -4,8 +4,8 @@
 use crate::deaths::{await_rounds, unharmed};
 use crate::lockstep::{BUSY, await_divergences, await_repaired, in_lockstep, lockstep};
 use crate::stage::{
-    Calm, LIMIT, LOAD_PACE, await_service, options, play, play_protected, prove_survival, refusal,
-    repairing_daemon,
+    Calm, LIMIT, LOAD_PACE, await_degraded, await_service, options, play, play_protected,
+    prove_survival, refusal, repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
@@ -85,6 +85,33 @@ fn a_byte_of_a_mirror_is_another() {
         let offset = (end - 1) / 65536 * 65536;
         differs(scene, &json!({"disk": 0, "offset": offset, "bytes": 65536}))?;
         await_repaired(scene, "lockstep")?;
+        await_service(&client)?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+/// It was forgotten with the host that was to hear it, and the next session copied what had changed alone: the guest would
+/// have gone on with the wrong byte.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_divergence_that_the_backup_does_not_hear_of_is_not_forgotten() {
+    let mut options = repairing();
+    let daemon = options.daemons.get_mut("a").expect("a host a");
+    daemon.environment.push(("FAILPOINTS".to_owned(), "condemn=1*return".to_owned()));
+    play_protected(options, |scene, client| {
+        in_lockstep(scene, "a")?;
+        let image = OpenOptions::new().write(true).open(scene.disk("b", 0)?)?;
+        image.write_all_at(&[0xa5], image.metadata()?.len() - 100)?;
+        drop(image);
+        let (code, report) = verify(scene)?;
+        ensure!(code == Some(1), "exit code {code:?}: {report}");
+        scene.host_mut("b")?.kill_everything()?;
+        await_degraded(scene, "a")?;
+        scene.restart("b")?;
+        let status = await_repaired(scene, "lockstep")?;
+        let sync = &status["disk_sync"];
+        ensure!(sync["full_because"].is_string(), "only what had changed was copied: {sync}");
         await_service(&client)?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")

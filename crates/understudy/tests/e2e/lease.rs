@@ -11,6 +11,7 @@ use crate::stage::{
     protect, prove_survival, refusal, refused,
 };
 use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 use std::{fs, thread};
 use understudy_lab::companion::{COMPANION, Companion};
@@ -429,6 +430,64 @@ fn a_restore_by_force_is_refused_while_the_arbiter_names_no_owner() {
         ensure!(words.contains("the arbiter does not answer"), "{words}");
         scene.host("a")?.resume()?;
         prove_survival(scene, client, "a")
+    });
+}
+
+/// Before, host b took it and started nothing, and host a ended its copy: the VM ran nowhere.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn an_owner_that_is_back_before_its_vm_is_claimed_keeps_it() {
+    let claims = Moment::new();
+    let mut options = short(ArbiterKind::File);
+    let daemon = options.daemons.get_mut("b").expect("a host");
+    daemon.environment.push(("FAILPOINTS".to_owned(), claims.action("before-claim", "1*")));
+    play_protected(options, |scene, client| {
+        unprotect(scene)?;
+        await_lease(scene)?;
+        scene.host("a")?.pause()?;
+        let recover = scene.host("b")?.begin(["recover", VM, "--force"])?;
+        claims.await_reached()?;
+        let lease = scene.lab().arbiter_directory().join(VM).join("1.lease");
+        let seen = fs::read(&lease)?;
+        scene.host("a")?.resume()?;
+        wait_for("host a to renew its lease", LIMIT, || {
+            Ok(fs::read(&lease).is_ok_and(|now| now != seen).then_some(()))
+        })?;
+        claims.end()?;
+        let (_, words) = refused(&recover.wait_with_output()?, "recover")?;
+        ensure!(words.contains("it lives, and nothing was changed"), "{words}");
+        await_service(&client)?;
+        let status = scene.await_live("a")?;
+        ensure!(status["generation"] == 1, "{status}");
+        prove_survival(scene, client, "a")
+    });
+}
+
+/// A host without a record of it waited for nobody, and the silent owner of before might have answered beside it.
+#[test]
+fn a_first_start_waits_for_owners_that_may_not_have_read_that_they_have_lost_the_vm() {
+    play(short(ArbiterKind::File), |scene| {
+        // A host that does not answer had it, again and again; host b claimed it, and gave it back.
+        let of_vm = scene.lab().arbiter_directory().join(VM);
+        let put = |name: &str, text: Value| fs::write(of_vm.join(name), text.to_string());
+        fs::create_dir(&of_vm)?;
+        let length_ms = LENGTH.as_millis() as u64;
+        for generation in 1..=12 {
+            put(&generation.to_string(), json!({ "host": "gone" }))?;
+            let lease = json!({ "host": "gone", "length_ms": length_ms, "mark": 7 });
+            put(&format!("{generation}.lease"), lease)?;
+        }
+        put("13", json!({ "host": "b" }))?;
+        put("14", json!({ "host": null }))?;
+        let asked = Instant::now();
+        scene.start_guest("a")?;
+        let waited = asked.elapsed();
+        ensure!(waited > LENGTH, "host a waited for nobody");
+        ensure!(waited < 12 * LENGTH, "host a waited for one lease after the other: {waited:?}");
+        let status = scene.await_live("a")?;
+        ensure!(status["generation"] == 15, "{status}");
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        Ok(())
     });
 }
 

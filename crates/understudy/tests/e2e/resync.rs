@@ -176,6 +176,37 @@ fn after_the_loss_of_both_hosts_only_what_changed_is_copied() {
     });
 }
 
+/// Host a's list of changes was still open, and lacked that: the mirror would have been without it.
+#[test]
+fn an_image_that_somebody_writes_after_its_daemon_was_killed_is_copied_whole() {
+    play_protected(options().calm(), |scene, client| {
+        write_some(scene)?;
+        scene.host("a")?.call(["unprotect", VM])?;
+        await_forgotten(scene, "b")?;
+        scene.host_mut("a")?.kill_everything()?;
+        let acked = client.abandon().acked();
+        scene.restart("a")?;
+        await_sealed(scene, "a")?;
+        let image = File::options().write(true).open(scene.lab().directory().join("disk.img"))?;
+        image.write_all_at(b"changed by other means", image.metadata()?.len() - 100)?;
+        drop(image);
+        scene.host("a")?.call(["vm", "start", VM])?;
+        scene.await_guest()?;
+        let (_, full_because) = protect_again(scene, "a", "b")?;
+        ensure!(full_because.is_some(), "only what the guest had changed was copied");
+        await_equal_images(scene)?;
+        prove_disk(scene, "a", acked)
+    });
+}
+
+/// Waits until the list of changes of a host that runs nothing is sealed.
+fn await_sealed(scene: &Scene, host: &str) -> Result<()> {
+    let list = scene.host(host)?.directory().join("state").join(VM).join("disk0.changes");
+    wait_for("the list of changes to be sealed", LIMIT, || {
+        Ok((std::fs::read(&list)?[16..24] != [0; 8]).then_some(()))
+    })
+}
+
 #[test]
 fn a_mirror_that_somebody_writes_between_two_sessions_is_made_anew() {
     play_protected(options().calm(), |scene, client| {

@@ -257,6 +257,10 @@ fn condemn(session: &Session, report: &ComparisonReport) {
         words(&report.differences)
     );
     warn!(vm = %session.vm, "{reason}");
+    // First: the backup may never hear it.
+    session.diverge();
+    session.note_distrust();
+    fail::fail_point!("condemn", |_| ());
     // If it cannot be sent the receiving thread finds out why.
     let _ = session.say(&ToBackup::Condemn(reason));
 }
