@@ -264,6 +264,13 @@ mod tests {
         for nobody in [of(Some("c"), &["a"]), of(Some("b"), &[]), of(None, &["a"])] {
             assert_eq!(nobody.may_run(&here), None);
         }
+        let without = |silent: &[&'static str]| {
+            let silent = silent.iter().map(|host| (literal(host), "no route".to_owned()));
+            let word = (ArbiterWord::Silent, String::new());
+            Inquiry::new(word, vec![answers("b", None)], silent.collect()).may_run(&here)
+        };
+        assert!(without(&["a"]).unwrap().contains("no record of an arbiter"));
+        assert_eq!(without(&[]), None);
     }
 
     // Before, host c waited for nobody: host b, which had won the VM and not started it, answers, and host a, which ran it
