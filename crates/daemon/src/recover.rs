@@ -29,6 +29,9 @@ use understudy_snapshot::SnapshotNumber;
 
 pub(crate) use inquiry::Inquiry;
 
+/// Hosts that are asked at the same time, at most.
+const ASKED_AT_ONCE: usize = 32;
+
 /// Answer of a host when it is asked about its images of a VM.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ImagesAnswer {
@@ -256,16 +259,21 @@ impl Host {
         let arbiter = self.ask_arbiter(name);
         let mut answers = vec![self.images_answer(name)?];
         let mut silent = Vec::new();
-        let known = self.known_hosts();
-        let asked: Vec<_> = thread::scope(|scope| {
-            let ask = |peer: &HostName| {
-                let peer = peer.clone();
-                let addresses = &known[&peer];
-                scope.spawn(move || (peer.clone(), self.ask(&peer, addresses, name)))
-            };
-            let asking: Vec<_> = known.keys().map(ask).collect();
-            asking.into_iter().filter_map(|thread| thread.join().ok()).collect()
-        });
+        let known: Vec<_> = self.known_hosts().into_iter().collect();
+        let ask = |(peer, addresses): &(HostName, Vec<SocketAddr>)| {
+            (peer.clone(), self.ask(peer, addresses, name))
+        };
+        let ask = &ask;
+        let asked: Vec<_> = known
+            .chunks(ASKED_AT_ONCE)
+            .flat_map(|some| {
+                thread::scope(|scope| {
+                    let asking: Vec<_> =
+                        some.iter().map(|host| scope.spawn(move || ask(host))).collect();
+                    asking.into_iter().filter_map(|thread| thread.join().ok()).collect::<Vec<_>>()
+                })
+            })
+            .collect();
         for (peer, answer) in asked {
             match answer {
                 Ok(answer) => answers.push(answer),

@@ -129,13 +129,21 @@ impl Host {
     /// Every host that this one knows, with its addresses: the configured peers,
     /// and the members that etcd knows of.
     pub(crate) fn known_hosts(&self) -> BTreeMap<HostName, Vec<SocketAddr>> {
-        let mut members: Vec<_> = self.members().into_iter().collect();
-        members.sort_by_key(|(_, member)| std::cmp::Reverse(member.free_memory));
-        members.truncate(MOST_MEMBERS);
+        let members = self.members().into_iter();
         let mut known: BTreeMap<_, _> =
-            members.into_iter().map(|(name, member)| (name, member.addresses)).collect();
+            members.map(|(name, member)| (name, member.addresses)).collect();
         // What the operator wrote counts more than what a host says of itself.
         known.extend(self.peers());
+        known
+    }
+
+    /// Those of them that are asked to be a backup.
+    fn surveyed_hosts(&self) -> BTreeMap<HostName, Vec<SocketAddr>> {
+        let (peers, mut known) = (self.peers(), self.known_hosts());
+        let others = self.members().into_iter().filter(|(name, _)| !peers.contains_key(name));
+        for host in beyond_the_roomiest(others.map(|(name, member)| (name, member.free_memory))) {
+            known.remove(&host);
+        }
         known
     }
 
@@ -157,7 +165,7 @@ impl Host {
 
     /// Asks every known host whether, and how well, it could back `vm` up.
     pub(crate) fn survey(self: &Arc<Self>, vm: &VmName, needs: &Needs) -> Vec<Candidate> {
-        let known = self.known_hosts();
+        let known = self.surveyed_hosts();
         let (answers, answered) = crossbeam_channel::unbounded();
         for (host, addresses) in known.clone() {
             let (answers, asker) = (answers.clone(), self.clone());
@@ -211,6 +219,13 @@ impl Host {
     }
 }
 
+/// Hosts that are not asked, of those that no operator has written down: all but the roomiest.
+fn beyond_the_roomiest(hosts: impl Iterator<Item = (HostName, u64)>) -> Vec<HostName> {
+    let mut hosts: Vec<_> = hosts.collect();
+    hosts.sort_by_key(|&(_, free_memory)| std::cmp::Reverse(free_memory));
+    hosts.into_iter().skip(MOST_MEMBERS).map(|(name, _)| name).collect()
+}
+
 /// The load of the last minute, in percent of the processors.
 pub(crate) fn load_percent() -> u32 {
     let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
@@ -224,5 +239,22 @@ fn prove_as_it_is(arbiter: &Arbiter, vm: &VmName) -> Result<(), Unreachable> {
     match arbiter.current(vm)? {
         Some(Ownership { host: Some(owner), generation }) => arbiter.prove(vm, &owner, generation),
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use understudy_protocol::literal;
+
+    // Before, a full host was no known host among many: its copy of a VM was not asked about, nor was it heard as a winner.
+    #[test]
+    fn only_to_be_a_backup_are_the_roomiest_asked() {
+        let hosts = (0..18).map(|n| (format!("h{n}").parse().unwrap(), n * 100));
+        let left: Vec<HostName> = vec![literal("h1"), literal("h0")];
+        assert_eq!(beyond_the_roomiest(hosts), left);
+        assert!(
+            beyond_the_roomiest((0..16).map(|n| (format!("h{n}").parse().unwrap(), n))).is_empty()
+        );
     }
 }

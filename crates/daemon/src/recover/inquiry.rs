@@ -70,10 +70,24 @@ impl Inquiry {
         self.answers.iter().find_map(|answer| Some((answer.host.clone(), answer.runs?)))
     }
 
-    /// Whether a host did not answer, and why.
-    pub(crate) fn silent_host(&self, host: &HostName) -> Option<(&str, &str)> {
-        let found = self.silent.iter().find(|(silent, _)| silent == host)?;
-        Some((&found.0, &found.1))
+    /// Who may run the VM without `here` having heard from it, and why; former owners aside, whose leases are waited for
+    /// whatever an operator says. An owner that is no known host was not even asked.
+    pub(crate) fn may_run(&self, here: &HostName) -> Option<String> {
+        let is_owner = |contender: &Contender| !matches!(contender, Contender::Former(..));
+        let contender = self.contenders(here).into_iter().find(is_owner)?;
+        let why = |host: &HostName| {
+            let silent = self.silent.iter().find(|(silent, _)| silent == host);
+            silent.map_or("it is in no [peers] here, and in no etcd", |(_, why)| why)
+        };
+        Some(match &contender {
+            Contender::Owner(owner, _) => format!(
+                "{contender}, which owns it by the arbiter's record and does not answer ({})",
+                why(owner)
+            ),
+            _ => format!(
+                "{contender}, which does not answer, and who owns it is on no record of an arbiter"
+            ),
+        })
     }
 
     /// Returns the hosts that did not answer, as the end of a sentence.
@@ -229,6 +243,34 @@ mod tests {
             assert_eq!(contender(lost, &[]), []);
         }
         assert_eq!(contender(Some(3), &["b"]), [], "it is the owner's itself");
+    }
+
+    // Before, a VM was restored beside its running copy, without force: its owner was no known host, so nobody had asked it.
+    #[test]
+    fn an_owner_that_nobody_has_asked_may_run_it() {
+        let here = literal("b");
+        let of = |owner: Option<&'static str>, silent: &[&'static str]| {
+            let owner = owner
+                .map(|owner| Ownership { host: Some(literal(owner)), generation: Generation(3) });
+            let silent = silent.iter().map(|host| (literal(host), "no route".to_owned()));
+            let word = (ArbiterWord::Says(owner), String::new());
+            Inquiry::new(word, vec![answers("b", None), answers("c", None)], silent.collect())
+        };
+        let unknown = of(Some("a"), &[]).may_run(&here).unwrap();
+        assert!(unknown.starts_with("host a, which owns it"), "{unknown}");
+        assert!(unknown.contains("it is in no [peers] here"), "{unknown}");
+        let silent = of(Some("a"), &["a"]).may_run(&here).unwrap();
+        assert!(silent.contains("does not answer (no route)"), "{silent}");
+        for nobody in [of(Some("c"), &["a"]), of(Some("b"), &[]), of(None, &["a"])] {
+            assert_eq!(nobody.may_run(&here), None);
+        }
+        let without = |silent: &[&'static str]| {
+            let silent = silent.iter().map(|host| (literal(host), "no route".to_owned()));
+            let word = (ArbiterWord::Silent, String::new());
+            Inquiry::new(word, vec![answers("b", None)], silent.collect()).may_run(&here)
+        };
+        assert!(without(&["a"]).unwrap().contains("no record of an arbiter"));
+        assert_eq!(without(&[]), None);
     }
 
     // Before, host c waited for nobody: host b, which had won the VM and not started it, answers, and host a, which ran it

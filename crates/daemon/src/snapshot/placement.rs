@@ -1,7 +1,6 @@
 //! Placement: who may be restored where, asked before anything is started.
 
 use crate::host::Host;
-use crate::recover::Inquiry;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use understudy_cluster::messages::{Question, SavedVm};
@@ -112,18 +111,15 @@ impl Host {
         if let Some((host, busy)) = inquiry.busy() {
             return refuse(ErrorKind::Conflict, runs_elsewhere(vm, host, busy));
         }
-        let owner = owner(&inquiry);
-        let silent = owner.and_then(|owner| inquiry.silent_host(owner));
-        if let (Some((host, why)), false) = (silent, force) {
-            let message = format!(
-                "{vm} may run on host {host}, which owns it by the arbiter's record and does not \
-                 answer ({why}); start the host, or, if it is down for good, use --force"
-            );
-            return refuse(ErrorKind::Conflict, message);
-        }
         if let (ArbiterWord::Silent, true) = (&inquiry.arbiter, self.arbiter.is_some()) {
             let message = format!("the arbiter does not answer: {}", inquiry.arbiter_words);
             return refuse(ErrorKind::Unreachable, message);
+        }
+        if let (Some(why), false) = (inquiry.may_run(&self.config.name), force) {
+            let message = format!(
+                "{vm} may run on {why}; start the host, or, if it is down for good, use --force"
+            );
+            return refuse(ErrorKind::Conflict, message);
         }
         Ok(inquiry.newest())
     }
@@ -134,13 +130,6 @@ pub(super) fn runs_elsewhere(vm: &VmName, host: &str, busy: &str) -> String {
     format!(
         "{vm} is not to be restored: host {host} {busy}; run `understudy vm stop {vm}` there first"
     )
-}
-
-fn owner(inquiry: &Inquiry) -> Option<&HostName> {
-    match &inquiry.arbiter {
-        ArbiterWord::Says(Some(owner)) => owner.host.as_ref(),
-        _ => None,
-    }
 }
 
 fn refuse<T>(kind: ErrorKind, message: String) -> Result<T, HostError> {
