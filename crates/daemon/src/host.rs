@@ -317,6 +317,7 @@ impl Host {
             .chain(lost::problems(lost))
             .chain(self.problems_of_orphans())
             .chain(snapshots)
+            .chain(self.snapshots.problems())
             .chain(self.problems_of_addresses())
             .collect()
     }

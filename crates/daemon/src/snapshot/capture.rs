@@ -248,7 +248,7 @@ pub(super) fn connect(
     seat: Option<&Arc<MemberSeat>>,
 ) -> anyhow::Result<()> {
     match seat {
-        Some(seat) => seat.prepare(),
+        Some(seat) => seat.prepare(&task.group.vms),
         None if task.group.vms.len() > 1 => bail!(
             "{} has no seat in the cluster {}: host {} needs [cluster.{}] in its configuration, \
              and the VM to be started since",

@@ -1,9 +1,9 @@
 //! A VM as a member of its cluster: its seat at the cluster's network, and what its cut tells
 //! whoever takes its snapshots.
 
-use super::frames::{self, CutListener, Joining, Seat};
+use super::frames::{self, CutListener, Joining, Seat, listed};
 use crate::host::Host;
-use anyhow::bail;
+use anyhow::{bail, ensure};
 use crossbeam_channel::{Receiver, Sender};
 use std::sync::Arc;
 use std::thread;
@@ -27,6 +27,8 @@ const LOOK: Duration = Duration::from_millis(100);
 /// A member that runs here.
 pub struct MemberSeat {
     cluster: GroupName,
+    /// The members, by whose order they are numbered.
+    members: Vec<VmName>,
     state: Mutex<State>,
 }
 
@@ -82,8 +84,15 @@ impl MemberSeat {
         lock(&self.state).seat.clone().expect("set before anybody else knows of it")
     }
 
-    /// Waits until frames reach all members.
-    pub fn prepare(&self) -> anyhow::Result<()> {
+    /// Waits until frames reach all members, which are to be these.
+    pub fn prepare(&self, members: &[VmName]) -> anyhow::Result<()> {
+        ensure!(
+            *members == self.members,
+            "the cluster {} cannot be snapshotted: its members are {} on the host that was told to, and {} here",
+            self.cluster,
+            listed(members),
+            listed(&self.members)
+        );
         let deadline = Instant::now() + CONNECTED;
         while let Some(lacks) = self.seat().lacks() {
             if Instant::now() > deadline {
@@ -185,7 +194,11 @@ impl Host {
         let Some(place) = group.vms.iter().position(|member| member == vm) else {
             bail!("{vm} is no member of {}", group.name);
         };
-        let own = Arc::new(MemberSeat { cluster: group.name.clone(), state: Mutex::default() });
+        let own = Arc::new(MemberSeat {
+            cluster: group.name.clone(),
+            members: group.vms.clone(),
+            state: Mutex::default(),
+        });
         let joining = Joining {
             members: group.vms.clone(),
             member: Member(place as u16),

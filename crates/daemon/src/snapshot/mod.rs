@@ -167,6 +167,12 @@ impl Snapshots {
         network.or_insert_with(|| Network::new(cluster)).clone()
     }
 
+    /// Problems of this host with the networks of its clusters.
+    pub(crate) fn problems(&self) -> Vec<String> {
+        let networks: Vec<_> = self.known.lock().networks.values().cloned().collect();
+        networks.iter().flat_map(|network| network.problems()).collect()
+    }
+
     /// Whether a restore of the VM is under way.
     pub(crate) fn is_restoring(&self, vm: &VmName) -> bool {
         let restoring = self.known.lock().restorings.get(vm).cloned();
