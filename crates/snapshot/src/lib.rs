@@ -53,8 +53,8 @@ pub use restore::{
 };
 pub use segment::Segment;
 pub use store::{
-    KeyError, Listed, NoAddress, Problem, Reading, Retention, Store, StoreAddress, StoreError,
-    StoreKey, Swept, Verified, Writing,
+    KeyError, Listed, NoAddress, Problem, Reading, Retention, SteadyClock, SteadyTime, Store,
+    StoreAddress, StoreError, StoreKey, Swept, Verified, Writing,
 };
 pub use take::{
     About, Part, TakeAction, TakeCohort, TakeCohortPhase, TakeEvent, TakeOrder, TakeReport, Taker,

@@ -12,7 +12,7 @@ use understudy_protocol::GroupName;
 use understudy_report::cluster::SnapshotRequest;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
-use understudy_snapshot::{Manifest, Retention};
+use understudy_snapshot::{Manifest, Retention, SteadyClock, SteadyTime};
 
 /// Time after which it is looked again whether a snapshot is due: a daemon that ends is not held up
 /// for long.
@@ -43,9 +43,17 @@ fn run(host: &Weak<Host>, name: &GroupName, cluster: &ClusterConfig) {
     let Some(newest) = host.upgrade().map(|host| host.newest_taken(name)) else { return };
     let first = first_wait(newest, unix_now(), schedule.every);
     let mut timetable = Timetable::new(Instant::now() + first, schedule.every);
+    let mut clock = SteadyClock::new(schedule.every, Instant::now(), unix_now());
+    let mut is_to_expire = false;
     loop {
         thread::sleep(LOOK.min(schedule.every));
         let Some(host) = host.upgrade().filter(|host| !host.is_closing()) else { return };
+        // Asked all the time: so it notices when it is set.
+        let time = clock.time(Instant::now(), unix_now());
+        if let Some(time) = time.filter(|_| is_to_expire) {
+            host.delete_old(name, schedule.retention, time);
+            is_to_expire = false;
+        }
         if !timetable.begins(Instant::now()) {
             continue;
         }
@@ -64,14 +72,13 @@ fn run(host: &Weak<Host>, name: &GroupName, cluster: &ClusterConfig) {
             host.events.record(EventKind::SnapshotFailed { group, reason });
             continue;
         }
-        let expired = host.expire(name, schedule.retention);
-        let kept = expired
-            .err()
-            .map(|error| format!("are taken, and old ones cannot be deleted: {error}"));
-        if let Some(words) = &kept {
-            warn!("scheduled snapshots of {name} {words}");
+        match clock.time(Instant::now(), unix_now()) {
+            Some(time) => host.delete_old(name, schedule.retention, time),
+            None => {
+                host.findings.lock().note_snapshot(name, None);
+                is_to_expire = true;
+            }
         }
-        host.findings.lock().note_snapshot(name, kept);
     }
 }
 
@@ -136,15 +143,31 @@ impl Host {
         }
     }
 
-    /// Deletes the snapshots of a group that are not to be kept.
-    fn expire(&self, group: &GroupName, retention: Retention) -> Result<(), HostError> {
+    /// Deletes the snapshots of a group that are not to be kept, and notes whether that was possible.
+    fn delete_old(&self, group: &GroupName, retention: Retention, now: SteadyTime) {
+        let kept = self
+            .expire(group, retention, now)
+            .err()
+            .map(|error| format!("are taken, and old ones cannot be deleted: {error}"));
+        if let Some(words) = &kept {
+            warn!("scheduled snapshots of {group} {words}");
+        }
+        self.findings.lock().note_snapshot(group, kept);
+    }
+
+    fn expire(
+        &self,
+        group: &GroupName,
+        retention: Retention,
+        now: SteadyTime,
+    ) -> Result<(), HostError> {
         let store = self.open_store(group, None)?;
         let there =
             store.snapshots(group).map_err(|error| super::placement::store_error("", error))?;
         // What cannot be read is not deleted by itself.
         let readable: Vec<Manifest> =
             there.into_iter().filter_map(|listed| listed.manifest.ok()).collect();
-        for number in retention.expired(&readable, unix_now()) {
+        for number in retention.expired(&readable, now) {
             // One that is being restored is deleted the next time.
             match self.remove_snapshot(group, number, None, false) {
                 // What hinders a sweep is recorded.

@@ -29,7 +29,7 @@ pub use address::{NoAddress, StoreAddress};
 pub use encryption::{KeyError, StoreKey};
 pub use error::StoreError;
 pub use reading::Reading;
-pub use retention::Retention;
+pub use retention::{Retention, SteadyClock, SteadyTime};
 pub use snapshots::{Listed, Writing};
 pub use sweep::Swept;
 pub use verify::{Problem, Verified};
