@@ -17,7 +17,7 @@ use crate::lost;
 use crate::membership::{self, Membership};
 use crate::orphans::Orphans;
 use crate::peers::{self, Peers};
-use crate::snapshot::{Snapshots, start_sampling, start_schedules};
+use crate::snapshot::{Snapshots, start_sampling, start_schedules, start_sweeping};
 use crate::state_dir::StateDir;
 use crate::vm::{PrimaryVm, Vm};
 use crate::{
@@ -131,6 +131,7 @@ impl Host {
         expiry::start(&host);
         webhook::start(&host);
         start_schedules(&host);
+        start_sweeping(&host);
         start_sampling(&host);
         let records = host.records.all();
         strangers::tell(&records, &host.config.name);

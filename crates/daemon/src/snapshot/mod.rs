@@ -10,7 +10,7 @@
 //! | [`reading`] | the mark of a restore, which keeps others from deleting what it reads |
 //! | [`member`] | a VM's seat at its cluster's network, and its cut |
 //! | [`used_stores`] | which stores this host has used, and does not make anew |
-//! | [`unswept`] | stores from which nothing is removed any more |
+//! | [`unswept`] | stores from which chunks are still to be removed |
 //! | [`sampling`] | working sets in normal running |
 //! | [`schedule`] | snapshots that are taken by themselves |
 //! | [`decision`] | whether restored members stay, by the arbiter |
@@ -53,6 +53,7 @@ pub(crate) use exchange::serve;
 pub(crate) use sampling::start as start_sampling;
 pub(crate) use schedule::start as start_schedules;
 use understudy_protocol::{GroupName, VmName};
+pub(crate) use unswept::start as start_sweeping;
 
 use frames::Network;
 use kept::KeptRestore;
@@ -190,6 +191,12 @@ impl Snapshots {
     pub(crate) fn filling(&self, vm: &VmName) -> Option<FillReport> {
         let restoring = self.known.lock().restorings.get(vm).cloned();
         restoring?.fill_state().filter(|state| !state.memory.complete)
+    }
+
+    /// Whether a restored VM is not whole yet, or is not noted as such.
+    fn is_loading(&self, vm: &VmName) -> bool {
+        let restoring = self.known.lock().restorings.get(vm).cloned();
+        restoring.is_some_and(|restoring| restoring.is_loading())
     }
 }
 
