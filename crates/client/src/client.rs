@@ -30,8 +30,8 @@ use understudy_report::cluster::{
 use understudy_report::events::EventList;
 use understudy_report::upgrade::{KeeperReplacement, UpgradePlan};
 use understudy_report::{
-    CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
-    RecoverReport, RecoverRequest, StartRequest, VmStatus,
+    AgainRequest, CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest,
+    ProtectRequest, RecoverReport, RecoverRequest, StartRequest, VmStatus,
 };
 use understudy_snapshot::SnapshotNumber;
 
@@ -180,6 +180,11 @@ impl Client {
     /// Starts protecting a VM.
     pub fn protect(&self, name: &str, request: &ProtectRequest) -> Result<VmStatus, Failure> {
         self.json(Method::POST, &vm_path(name, "/protect"), encode(request)?)
+    }
+
+    /// Starts protecting a VM, and its group, as it was wished, to another host.
+    pub fn protect_again(&self, name: &str, request: &AgainRequest) -> Result<VmStatus, Failure> {
+        self.json(Method::POST, &vm_path(name, "/protect-again"), encode(request)?)
     }
 
     /// Starts protecting VMs as one group.

@@ -17,7 +17,7 @@ use understudy_machine::Machine;
 use understudy_network::{NetworkError, bridge_exists, filters_vlans};
 use understudy_protocol::HostName;
 use understudy_protocol::VmName;
-use understudy_protocol::validity::{ImageRole, may_start};
+use understudy_protocol::validity::{ArbiterWord, ImageRole, may_start};
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{DiskIndex, Generation, Verdict};
 use understudy_qemu::definition::{CardDefinition, DiskDefinition, DiskFormat};
@@ -266,23 +266,24 @@ impl Host {
     pub(crate) fn check_images(&self, definition: &VmDefinition) -> Result<Past, HostError> {
         let name = &definition.name;
         let record = self.record(name)?;
-        let ownership = match &self.arbiter {
-            Some(arbiter) => arbiter
-                .current(name)
-                .map_err(|error| HostError::new(ErrorKind::Unreachable, error.to_string()))?,
-            None => None,
+        let word = match &self.arbiter {
+            Some(arbiter) => ArbiterWord::Says(
+                arbiter
+                    .current(name)
+                    .map_err(|error| HostError::new(ErrorKind::Unreachable, error.to_string()))?,
+            ),
+            None => ArbiterWord::Silent,
         };
         let own = record.as_ref().map(|record| &record.image);
         let refuse = |why: String| {
             let message = format!("{name} cannot be started here: {why}; {}", self.remedy(name));
             HostError::new(ErrorKind::Conflict, message)
         };
-        may_start(&self.config.name, own, ownership.as_ref()).map_err(refuse)?;
+        may_start(&self.config.name, own, &word).map_err(refuse)?;
         if let Some(record) = &record {
             self.check_paths(definition, record)?;
         }
-        let newest = ownership.map_or(Generation(0), |owner| owner.generation);
-        let newest = newest.max(own.map_or(Generation(0), |own| own.generation));
+        let newest = word.generation().max(own.map_or(Generation(0), |own| own.generation));
         Ok(Past::of(record, newest))
     }
 
@@ -452,6 +453,7 @@ pub(crate) fn open_disks(
     former: Option<&Record>,
     directory: &Path,
 ) -> Result<Vec<Arc<Disk>>, HostError> {
+    hang_in_a_test(&definition.name);
     let known = |disk: &DiskDefinition| {
         let same = |other: &DiskDefinition| other.path == disk.path && other.format == disk.format;
         former.is_some_and(|record| record.definition.disks.iter().any(same))
@@ -482,6 +484,16 @@ pub(crate) fn open_disks(
         Disk::open(index, &disk.path, bytes).map(Arc::new)
     };
     definition.disks.iter().enumerate().map(open).collect::<Result<_, _>>().map_err(invalid)
+}
+
+/// A test has the images of a VM hang for as long as there is a file of its name in the directory that the fail point names.
+fn hang_in_a_test(_vm: &VmName) {
+    fail::fail_point!("open-disks", |directory| {
+        let file = Path::new(&directory.unwrap_or_default()).join(_vm.as_str());
+        while file.exists() {
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+    });
 }
 
 /// The same of images that a QEMU has open, which are shown with so many bytes each: nothing is found out that takes

@@ -4,17 +4,19 @@
 //! Each waits until it is certain that its valid images are this host's, as `recover` would find
 //! out, and is then started and protected as it was. What stands in the way is in `status`.
 
+use crate::containment;
 use crate::host::Host;
 use crate::inventory::Inventory;
 use crate::repair::Wish;
 use crate::vm::{PrimaryVm, Vm};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 use tracing::{info, warn};
-use understudy_protocol::VmName;
 use understudy_protocol::autostart::{Autostart, decide};
 use understudy_protocol::validity::ImageRole;
+use understudy_protocol::{GroupName, VmName};
 use understudy_replication::records::Record;
 use understudy_report::error::HostError;
 use understudy_report::events::{EventKind, now_ms};
@@ -24,6 +26,9 @@ use understudy_report::{AwaitedStart, RecoverReport, RecoverRequest};
 const AGAIN: Duration = Duration::from_secs(2);
 /// Reason for which a VM waits until all hosts were asked for the first time.
 const FIRST: &str = "the hosts are being asked";
+
+/// Reason for which a VM waits that is started for the first time.
+const OPENED: &str = "it is about to start: its images are being opened";
 
 /// Reason for which a VM waits that has a keeper already.
 const IN_KEEPER: &str = "its keeper has not said yet that it runs";
@@ -94,19 +99,28 @@ pub(crate) fn put_wish(record: &mut Record, wish: Option<&Wish>) {
 pub(crate) fn start(host: &Arc<Host>, records: Vec<Record>) -> std::io::Result<()> {
     let comes_up = records.into_iter().filter(comes_up);
     comes_up.for_each(|record| host.awaited.add(record.definition.name));
-    if host.awaited.names().is_empty() {
-        return Ok(());
+    // One whose storage hangs delays nobody but itself, and its group, which comes up in the order of its names.
+    let mut groups: BTreeMap<GroupName, Vec<VmName>> = BTreeMap::new();
+    let mut together: Vec<Vec<VmName>> = Vec::new();
+    for vm in host.awaited.names() {
+        match host.group_of(&vm) {
+            Some(group) => groups.entry(group.name).or_default().push(vm),
+            None => together.push(vec![vm]),
+        }
     }
-    let host = Arc::downgrade(host);
-    thread::Builder::new().name("autostart".to_owned()).spawn(move || bring_up(&host)).map(drop)
+    together.extend(groups.into_values());
+    together.into_iter().try_for_each(|vms| {
+        let (weak, first) = (Arc::downgrade(host), vms[0].clone());
+        containment::spawn_for(host, &first, "autostart", move || bring_up(&weak, &vms))
+    })
 }
 
-/// Ends when nothing is awaited any more.
-fn bring_up(host: &Weak<Host>) {
+/// Ends when none of the VMs is awaited any more.
+fn bring_up(host: &Weak<Host>, vms: &[VmName]) {
     loop {
         let Some(host) = host.upgrade().filter(|host| !host.is_closing()) else { return };
-        host.awaited.names().iter().for_each(|vm| host.try_to_bring_up(vm));
-        if host.awaited.names().is_empty() {
+        vms.iter().for_each(|vm| host.try_to_bring_up(vm));
+        if vms.iter().all(|vm| host.awaited.why(vm).is_none()) {
             return;
         }
         drop(host);
@@ -135,7 +149,12 @@ impl Host {
             return;
         }
         match self.look_at_start(vm) {
-            Ok(Autostart::Start) => self.bring_up(vm),
+            Ok(Autostart::Start) => {
+                if self.awaited.why(vm).as_deref() == Some(FIRST) {
+                    self.awaited.note(vm, OPENED);
+                }
+                self.bring_up(vm);
+            }
             Ok(Autostart::Leave(why)) => {
                 self.awaited.give_up(vm);
                 info!(%vm, "does not come up here: {why}");
@@ -202,7 +221,7 @@ impl Host {
     /// Notes that it wants protection as it was protected when its host went down.
     fn want_protected(self: &Arc<Self>, vm: &VmName, wish: Option<Wish>) {
         let (Some(wish), Ok(primary)) = (wish, self.primary(vm)) else { return };
-        let remedy = format!("understudy protect {vm} --to {}", wish.request.to);
+        let remedy = wish.command(vm);
         self.degraded(&primary, "it came up with its host".to_owned(), &remedy);
     }
 

@@ -1,20 +1,24 @@
 //! Starts and stops VMs.
 
 use crate::admission::open_disks;
+use crate::arrivals::Arrival;
+use crate::autostart;
 use crate::closing::StillOn;
 use crate::host::{Host, failed, internal};
 use crate::lease::FormerLease;
 use crate::lifecycle::check_stays;
 use crate::medium;
 use crate::repair::Wish;
-use crate::vm::{PrimaryVm, Vm};
+use crate::vm::{EndAsked, PrimaryVm, Vm};
 use anyhow::Context;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
-use tracing::warn;
+use tracing::{info, warn};
+use understudy_disk::Disk;
+use understudy_machine::Plan;
 #[cfg(feature = "fail-points")]
 use understudy_machine::home::Home;
-use understudy_machine::{Machine, Plan};
 use understudy_protocol::Generation;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{HostName, VmName};
@@ -28,7 +32,7 @@ use understudy_replication::records::Record;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
 use understudy_report::{Mode, VmStatus};
-use understudy_threads::lock;
+use understudy_threads::{MutexGuard, lock};
 
 /// Its operator waits for a guest to power off as the daemon's end does, and for at least so long.
 const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(30);
@@ -77,10 +81,9 @@ impl Past {
         self.record.as_ref()
     }
 
-    /// The backup that it had to be protected to, if nobody has asked for that again.
-    fn former_backup(&self) -> Option<String> {
-        let wish = self.record.as_ref()?.wish.as_ref()?;
-        self.wish.is_none().then(|| wish.to.clone())
+    /// How it had to be protected, if nobody has asked for that again.
+    fn former_wish(&self) -> Option<Wish> {
+        autostart::wish_of(self.record.clone()?).filter(|_| self.wish.is_none())
     }
 }
 
@@ -91,24 +94,24 @@ impl Host {
         definition: CheckedDefinition,
     ) -> Result<VmStatus, HostError> {
         hold_in_a_test(&definition.name);
-        let _adding = self.adding.lock();
+        let adding = self.adding.lock();
         self.take_place_to_start(&definition.name)?;
         let name = definition.name.clone();
         let _beginning = self.begin_in_place(&name);
         self.check_free(&definition)?;
         let past = self.check_images(&definition)?;
-        self.boot(definition.into(), past)
+        self.boot(definition.into(), past, adding)
     }
 
     /// Starts a VM on this host as its record says, wherever its images lie by now.
     pub fn vm_start_recorded(self: &Arc<Self>, name: &VmName) -> Result<VmStatus, HostError> {
-        let _adding = self.adding.lock();
+        let adding = self.adding.lock();
         self.take_place_to_start(name)?;
         let _beginning = self.begin_in_place(name);
         let definition = self.checked_record(name)?;
         self.check_free(&definition)?;
         let past = self.check_images(&definition)?;
-        self.boot(definition.into(), past)
+        self.boot(definition.into(), past, adding)
     }
 
     /// The VM as it is on this host: its disks are the images that it runs on, or ran on last.
@@ -143,16 +146,15 @@ impl Host {
         })
     }
 
-    /// Starts a VM whose name is free on its newest images; not if its former owner turns out to live.
+    /// Starts a VM on its newest images, whose name is free by what was found out under the lock `adding`; not if its
+    /// former owner turns out to live.
     pub(crate) fn boot(
         self: &Arc<Self>,
         mut definition: VmDefinition,
         past: Past,
+        adding: MutexGuard<'_, ()>,
     ) -> Result<VmStatus, HostError> {
-        if self.is_closing() {
-            let message = format!("host {} is shutting down", self.config.name);
-            return Err(HostError::new(ErrorKind::Conflict, message));
-        }
+        self.check_stays_up()?;
         // What comes up by itself does so all the same: an unprotected guest is more than none.
         if let Some(problem) = definition.validate().first() {
             let name = &definition.name;
@@ -183,7 +185,10 @@ impl Host {
         };
         let run_dir = self.vm_directory(&definition.name)?;
         medium::settle_drives(&mut definition, &run_dir)?;
-        let disks = open_disks(&definition, past.record(), &run_dir)?;
+        let (_arrival, disks) =
+            self.open_aside(adding, &definition, || open_and_sync(&definition, &past, &run_dir))?;
+        let _adding = self.adding.lock();
+        self.check_stays_up()?;
         let name = definition.name.clone();
         let plan = Plan {
             definition,
@@ -203,7 +208,6 @@ impl Host {
             on_event: self.event_sink(&name),
         };
         let machine = self.launch(plan).map_err(|error| failed("cannot start the VM", &error))?;
-        sync_images(&machine).map_err(|error| failed("cannot start the VM", &error))?;
         // Everything works: only now the arbiter's record changes.
         let _claim = self.arrivals.begin_claim(&name);
         self.note_claim(&name, &past)?;
@@ -214,13 +218,34 @@ impl Host {
         self.check_former(&name, &past.lease)?;
         self.note_active(&machine, generation, &past, &run_dir)?;
         machine.settle_tpm().map_err(|error| failed("cannot start the VM", &error))?;
-        let former_backup = past.former_backup();
+        let former_wish = past.former_wish();
         let vm = self.add_primary(machine.clone(), generation, past.wish);
-        vm.note_former_backup(former_backup);
+        vm.note_former_wish(former_wish);
         self.join_cluster(&machine, generation);
         machine.ensure_running().map_err(|error| failed("cannot start the guest", &error))?;
         vm.events.record(EventKind::Started);
         Ok(Vm::Primary(vm).status())
+    }
+
+    fn check_stays_up(&self) -> Result<(), HostError> {
+        if self.is_closing() {
+            let message = format!("host {} is shutting down", self.config.name);
+            return Err(HostError::new(ErrorKind::Conflict, message));
+        }
+        Ok(())
+    }
+
+    /// Opens what a VM has that is about to be here. Its storage may hang: nobody else waits for that, so that its place is
+    /// kept by what is returned, and no more by the lock under which it was found to be free.
+    pub(crate) fn open_aside<T>(
+        &self,
+        adding: MutexGuard<'_, ()>,
+        definition: &VmDefinition,
+        open: impl FnOnce() -> Result<T, HostError>,
+    ) -> Result<(Arrival, T), HostError> {
+        let arrival = Arrival::expect(&self.arrivals, &self.config.name, definition);
+        drop(adding);
+        Ok((arrival, open()?))
     }
 
     /// Notes that this host, whose images are the newest, is about to claim the VM: should nothing come of it they
@@ -268,7 +293,8 @@ impl Host {
                 fail::fail_point!("save-booted", |directory| {
                     self.save_booted(&vm, &directory.expect("return(DIRECTORY)"))
                 });
-                self.end_protection(&vm)?;
+                vm.ask_for_end(EndAsked::ByOperator);
+                self.end_protection(&vm).inspect_err(|_| vm.goes_on_unasked())?;
                 self.leave_group(&vm);
                 self.remove_primary(&vm, ImageRole::Cut);
             }
@@ -320,7 +346,13 @@ impl Host {
 
     fn ask_to_power_off(&self, vm: &PrimaryVm) -> Result<(), HostError> {
         let (name, bound) = (vm.name(), self.config.power_off_timeout.max(POWER_OFF_TIMEOUT));
-        let message = match self.press_and_wait(vm, bound) {
+        info!(vm = %name, "its operator has it power off");
+        vm.ask_for_end(EndAsked::ByOperator);
+        let pressed = self.press_and_wait(vm, bound);
+        if let Err(StillOn::NotAsked(_) | StillOn::TimeIsOver) = pressed {
+            vm.goes_on_unasked();
+        }
+        let message = match pressed {
             Ok(()) if !self.vms.has(name) => return Ok(()),
             Ok(()) => format!(
                 "{name} did not power off here: `understudy status {name}` says what became of it"
@@ -340,17 +372,25 @@ impl Host {
     }
 }
 
-/// Brings to stable storage what a mirror was sent last: the guest reads it, and may say so.
-fn sync_images(machine: &Machine) -> anyhow::Result<()> {
-    machine.disks().iter().try_for_each(|disk| {
+/// Opens a VM's images, and brings to stable storage what a mirror was sent last: the guest reads it, and may say so.
+fn open_and_sync(
+    definition: &VmDefinition,
+    past: &Past,
+    directory: &Path,
+) -> Result<Vec<Arc<Disk>>, HostError> {
+    let disks = open_disks(definition, past.record(), directory)?;
+    let sync = |disk: &Arc<Disk>| {
         disk.sync().with_context(|| format!("cannot sync {}", disk.path().display()))
-    })
+    };
+    let synced = disks.iter().try_for_each(sync);
+    synced.map_err(|error| failed("cannot start the VM", &error))?;
+    Ok(disks)
 }
 
 /// A test has a VM's start wait here for as long as there is a file of its name in the directory that the fail point names.
 fn hold_in_a_test(_vm: &VmName) {
     fail::fail_point!("start", |directory| {
-        let file = std::path::Path::new(&directory.unwrap_or_default()).join(_vm.as_str());
+        let file = Path::new(&directory.unwrap_or_default()).join(_vm.as_str());
         while file.exists() {
             std::thread::sleep(Duration::from_millis(20));
         }

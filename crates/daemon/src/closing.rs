@@ -7,7 +7,7 @@
 
 use crate::host::Host;
 use crate::lifecycle::RELEASED_WITHIN;
-use crate::vm::{PrimaryVm, Vm};
+use crate::vm::{EndAsked, PrimaryVm, Vm};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread;
@@ -49,15 +49,20 @@ impl Host {
         self.closing.store(true, Ordering::Release);
         self.await_boot();
         self.orphans.give_up_all();
-        self.hand_all_over();
-        self.await_protection();
-        self.powering_off.store(true, Ordering::Release);
-        self.hand_all_over();
-        self.end_all_but_primaries();
-        self.power_all_off();
+        let alone = self.without_a_wish();
+        thread::scope(|scope| {
+            // A hand-over may take long, and is none of their affair.
+            scope.spawn(|| self.power_all_off(&alone));
+            self.hand_all_over();
+            self.await_protection();
+            self.powering_off.store(true, Ordering::Release);
+            self.hand_all_over();
+            self.end_all_but_primaries();
+            self.power_all_off(&self.running_beside(&alone));
+        });
         self.await_orphans();
         // What was taken back all the same.
-        self.power_all_off();
+        self.power_all_off(&self.running());
         self.membership.leave();
         self.watchdog.end();
         self.events.close();
@@ -149,9 +154,26 @@ impl Host {
         }
     }
 
+    /// The VMs that nobody is to take over.
+    fn without_a_wish(&self) -> Vec<Arc<PrimaryVm>> {
+        let mut alone = self.running();
+        alone.retain(|vm| vm.active_session().is_none() && vm.repairer.wish().is_none());
+        alone
+    }
+
+    fn running_beside(&self, others: &[Arc<PrimaryVm>]) -> Vec<Arc<PrimaryVm>> {
+        let mut running = self.running();
+        running.retain(|vm| !others.iter().any(|other| Arc::ptr_eq(vm, other)));
+        running
+    }
+
+    /// The number of VMs that run here.
+    pub fn still_running(&self) -> usize {
+        self.primaries().len()
+    }
+
     /// All at once, so that a guest that does not react delays nobody but itself.
-    fn power_all_off(&self) {
-        let running = self.running();
+    fn power_all_off(&self, running: &[Arc<PrimaryVm>]) {
         if running.is_empty() {
             return;
         }
@@ -159,7 +181,7 @@ impl Host {
         let bound = self.config.power_off_timeout;
         info!("shutting down {}: {} s at most", names.join(", "), bound.as_secs());
         thread::scope(|scope| {
-            for vm in &running {
+            for vm in running {
                 scope.spawn(move || self.power_off_or_cut(vm, bound));
             }
         });
@@ -167,6 +189,7 @@ impl Host {
 
     fn power_off_or_cut(&self, vm: &PrimaryVm, bound: Duration) {
         let name = vm.name();
+        vm.ask_for_end(EndAsked::ByDaemon);
         // A backup must not take over from a guest that powers off.
         if let Err(error) = self.end_protection(vm) {
             warn!(vm = %name, "{error}");

@@ -34,6 +34,7 @@ mod arbiter;
 mod cluster;
 mod detection;
 mod groups;
+mod listening;
 mod qemu_process;
 mod source;
 mod webhook;
@@ -53,6 +54,7 @@ use arbiter::RawArbiter;
 use cluster::RawCluster;
 use detection::RawDetection;
 use groups::RawGroups;
+use listening::Listening;
 use qemu_process::RawQemuProcess;
 use serde::Deserialize;
 use source::Source;
@@ -286,7 +288,8 @@ impl RawTls {
 impl RawConfig {
     fn check(self, source: &Source<'_>) -> Result<HostConfig, HostError> {
         let name = host_name(source, "name", &self.name)?;
-        let listen = source.addresses("listen", &self.listen)?;
+        let mut listening = Listening::default();
+        let listen = listening.take(source, "listen", &self.listen)?;
         let tls = self.tls.map(|tls| tls.check(source)).transpose()?;
         let beside = tls.as_ref().map(|_| "there is a [tls]");
         let insecure = check_switch(source, ("insecure", self.insecure), beside)?;
@@ -306,8 +309,11 @@ impl RawConfig {
         Ok(HostConfig {
             file: source.file().to_owned(),
             listen,
-            metrics: check_metrics(source, self.metrics)?,
-            api: self.api.map(|api| api.check(source, tls.is_some())).transpose()?,
+            metrics: check_metrics(source, self.metrics, &mut listening)?,
+            api: self
+                .api
+                .map(|api| api.check(source, tls.is_some(), &mut listening))
+                .transpose()?,
             webhook: self.webhook.map(|webhook| webhook.check(source)).transpose()?,
             peers,
             tls,
@@ -460,9 +466,10 @@ fn check_socket(source: &Source<'_>, raw: Option<Spanned<PathBuf>>) -> Result<Pa
 fn check_metrics(
     source: &Source<'_>,
     raw: Option<RawMetrics>,
+    listening: &mut Listening,
 ) -> Result<Option<SocketAddr>, HostError> {
     let Some(RawMetrics { listen }) = raw else { return Ok(None) };
-    match source.addresses("metrics.listen", &listen)?[..] {
+    match listening.take(source, "metrics.listen", &listen)?[..] {
         [one] => Ok(Some(one)),
         _ => Err(source.wrong("metrics.listen", listen.span(), "one address is possible")),
     }

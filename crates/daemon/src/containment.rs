@@ -144,7 +144,8 @@ impl Host {
         let Some(Vm::Fenced(fenced)) = self.vms.get(name) else { return };
         if fenced.reason.contains(primary::CONDEMNED) {
             let (name, generation) = (name.clone(), fenced.generation);
-            let told = FencedVm { name, generation, reason: reason.to_owned() };
+            let elsewhere = fenced.elsewhere;
+            let told = FencedVm { name, generation, reason: reason.to_owned(), elsewhere };
             let is_same = |there: Option<&Vm>| matches!(there, Some(Vm::Fenced(there)) if Arc::ptr_eq(there, &fenced));
             self.vms.put_if(&fenced.name, Vm::Fenced(Arc::new(told)), is_same);
         }
@@ -183,7 +184,7 @@ impl Host {
             if won {
                 let (generation, _) = session.position();
                 let reason = format!("won the VM and could not start it: {reason}");
-                let fenced = FencedVm { name: name.clone(), generation, reason };
+                let fenced = FencedVm { name: name.clone(), generation, reason, elsewhere: false };
                 self.vms.put(name, Vm::Fenced(Arc::new(fenced)));
             } else {
                 self.vms.remove(name);

@@ -54,7 +54,7 @@ impl Host {
         });
         if let Err(error) = begun {
             for vm in vms.iter().filter(|vm| vm.is_degraded()) {
-                repair::restore(self, vm, &error.to_string());
+                repair::restore(self, vm, &error.to_string(), None);
             }
             return Err(error);
         }
@@ -115,7 +115,9 @@ impl Host {
         vms.iter().for_each(|vm| vm.repairer.set_wish(Some(wish.clone())));
         for (begun, (vm, plan)) in vms.iter().zip(plans).enumerate() {
             if let Err(error) = self.begin_protection(vm, plan, (group.clone(), begun)) {
-                vms.iter().zip(formers).for_each(|(vm, former)| vm.repairer.set_wish(former));
+                for (vm, former) in vms.iter().zip(formers) {
+                    vm.repairer.take_back(former);
+                }
                 self.abandon(&vms[..begun], &error);
                 return Err(error);
             }

@@ -3,7 +3,7 @@
 use crate::arrivals::Arrivals;
 use crate::autostart::{self, Awaited};
 use crate::boot::Past;
-use crate::config::{ApiConfig, ArbiterConfig, ClusterConfig, HostConfig};
+use crate::config::{ArbiterConfig, ClusterConfig, HostConfig};
 use crate::containment::{self, Panics};
 use crate::findings::Findings;
 use crate::gate::address;
@@ -288,11 +288,9 @@ impl Host {
         Ok(self.primary(name)?.timings())
     }
 
-    /// Configuration with which its API is served over the network, if its configuration wants
-    /// that.
-    pub fn remote_api(&self) -> Option<(ApiConfig, ApiTls)> {
-        let tls = self.identity.tls.clone()?;
-        Some((self.config.api.clone()?, ApiTls::new(tls)))
+    /// Certificate with which its API is served over the network, if it has one.
+    pub fn api_tls(&self) -> Option<ApiTls> {
+        self.identity.tls.clone().map(ApiTls::new)
     }
 
     /// Journal of what has happened on this host.
@@ -320,6 +318,7 @@ impl Host {
             .chain(snapshots)
             .chain(self.snapshots.problems())
             .chain(self.problems_of_addresses())
+            .chain(self.problems_of_tokens())
             .collect()
     }
 
@@ -328,6 +327,14 @@ impl Host {
         match self.keeps {
             Some(_) => Vec::new(),
             None => address::problems(&self.config),
+        }
+    }
+
+    /// Keepers have none, and see no such file.
+    fn problems_of_tokens(&self) -> Vec<String> {
+        match (&self.config.api, &self.keeps) {
+            (Some(api), None) => api.problems_of_tokens(),
+            _ => Vec::new(),
         }
     }
 

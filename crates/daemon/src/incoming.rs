@@ -29,7 +29,7 @@ pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place, passed: Option<P
         Some(Passed::About(_)) | None => None,
     };
     let served = Link::accepted(stream, host.identity.tls.as_deref()).and_then(|link| {
-        let hello = answer(&link)?;
+        let Some(hello) = answer(&link)? else { return Ok(()) };
         let _request = place.authenticated(&hello.host).inspect_err(|error| {
             link.refuse(&error.to_string());
         })?;

@@ -41,7 +41,9 @@ impl Host {
     /// Notes them as this host's; what was on record before is kept with that.
     fn note_other_images(&self, definition: &VmDefinition) -> Result<(), HostError> {
         let name = &definition.name;
-        let _adding = self.adding.lock();
+        let adding = self.adding.lock();
+        // Whoever notices it later would take this for what that keeper was to start.
+        self.notice_end_of_keeper(name);
         self.check_free(definition)?;
         let inquiry = self.inquire(name)?;
         if let Some((host, busy)) = inquiry.busy() {
@@ -50,7 +52,10 @@ impl Host {
         }
         let former = self.record(name)?.and_then(Record::before_insistence);
         check_no_mirror(definition, former.as_ref())?;
-        drop(open_disks(definition, None, &name.below(&self.config.state_dir))?);
+        let directory = name.below(&self.config.state_dir);
+        let open = || open_disks(definition, None, &directory).map(drop);
+        let (_arrival, ()) = self.open_aside(adding, definition, open)?;
+        let _adding = self.adding.lock();
         let mut record = self.records.of(ImageRole::Stale, Generation(0), definition);
         record.peer = other_owner(&inquiry.arbiter, &self.config.name);
         record.instead_of = Some(InsteadOf { former: former.map(Box::new) });
@@ -68,16 +73,20 @@ impl Host {
     pub(crate) fn forget_dead_insistence(&self) {
         for record in self.records.all().iter().filter(|record| record.instead_of.is_some()) {
             let vm = &record.definition.name;
-            if self.keeper_of(vm).is_some() {
-                continue;
+            if self.keeper_of(vm).is_none() {
+                self.forget_insistence(vm);
             }
-            match self.records.undo_insistence(vm) {
-                Ok(false) => {}
-                Ok(true) => self.events.of(vm).note(
-                    "its start on other images ended with its daemon: on this host it is what it was before",
-                ),
-                Err(error) => warn!(%vm, "its former images are not on record again: {error}"),
-            }
+        }
+    }
+
+    /// The same of a VM, as whoever was to start it has ended.
+    pub(crate) fn forget_insistence(&self, vm: &VmName) {
+        match self.records.undo_insistence(vm) {
+            Ok(false) => {}
+            Ok(true) => self.events.of(vm).note(
+                "its start on other images ended with whoever was to start it: on this host it is what it was before",
+            ),
+            Err(error) => warn!(%vm, "its former images are not on record again: {error}"),
         }
     }
 }

@@ -1,6 +1,7 @@
 //! The host daemon: VMs, primaries, backups and the links between hosts.
 
 mod admission;
+mod again;
 mod arbiter_watch;
 mod arrivals;
 mod autostart;
@@ -10,6 +11,7 @@ mod bridges;
 mod closing;
 pub mod config;
 pub mod containment;
+mod deadline;
 mod expiry;
 mod file_lock;
 mod findings;
@@ -43,6 +45,7 @@ mod state_dir;
 mod strangers;
 mod succession;
 mod survey;
+mod tokens;
 mod turn;
 mod upgrade;
 mod vm;

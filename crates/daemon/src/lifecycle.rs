@@ -5,7 +5,7 @@ use crate::containment;
 use crate::host::{Host, PEER_TIMEOUT};
 use crate::lease::Tenure;
 use crate::repair::{self, Repairer, Wish};
-use crate::vm::{FencedVm, PrimaryVm, Vm};
+use crate::vm::{EndAsked, FencedVm, PrimaryVm, Vm};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -14,7 +14,10 @@ use understudy_machine::disk_error::RETRY_INTERVAL;
 use understudy_machine::{Machine, MachineEvent, OnEvent, Plan};
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
-use understudy_protocol::{Generation, PrimaryPhase};
+use understudy_protocol::{BackupPhase, Generation, PrimaryPhase};
+use understudy_replication::backup;
+use understudy_replication::membership::GroupMembers;
+use understudy_replication::records::Record;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
 use understudy_session::primary::Event;
@@ -168,7 +171,7 @@ impl Host {
         mut reason: String,
         remedy: &str,
     ) {
-        if !repair::restore(self, vm, &reason) {
+        if !repair::restore(self, vm, &reason, None) {
             reason += &format!("; not protected until `{remedy}`");
         }
         vm.degrade(reason);
@@ -217,9 +220,35 @@ impl Host {
                 self.leave_failing_disk(vm, error);
             }
             (Ok(Vm::Primary(vm)), MachineEvent::Died(words)) => self.qemu_died(&vm, words),
-            (Ok(Vm::Backup(session)), MachineEvent::Died(words)) => session.qemu_died(&words),
+            (
+                Ok(Vm::Backup(session)),
+                event @ (MachineEvent::Died(_) | MachineEvent::PoweredOff { .. }),
+            ) => {
+                if let MachineEvent::Died(words) = &event {
+                    session.qemu_died(words);
+                }
+                if self.has_taken_over_the_dead(name, &session) {
+                    self.machine_event(name, event);
+                }
+            }
             _ => {}
         }
+    }
+
+    /// Whether a backup's guest, which has ended, is this host's: it runs before that is decided, since others of its
+    /// group are waited for.
+    fn has_taken_over_the_dead(&self, name: &VmName, session: &Arc<backup::Session>) -> bool {
+        let is_undecided = |vm: &Vm| matches!(vm, Vm::Backup(there) if Arc::ptr_eq(there, session));
+        while session.phase() == BackupPhase::Live
+            && self.vms.look_at(name, |vm| vm.is_some_and(is_undecided))
+        {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        // A standby that was prepared for the other mode may have ended, and the guest runs in the one before.
+        self.primary(name).is_ok_and(|vm| {
+            let machine = vm.machine();
+            machine.is_powered_off() || !machine.is_alive()
+        })
     }
 
     /// Hands a guest in lockstep, which goes on and waits for a disk, to the backup, whose disks may be
@@ -252,12 +281,18 @@ impl Host {
         vm.events.record(EventKind::GuestDied { reason: words.clone() });
         match vm.active_session() {
             // The backup takes over: a dead QEMU is a failure of the VM.
-            Some(session) => session.event(Event::GuestDied(words)),
+            Some(session) => session.event(Event::QemuDied(words)),
             None => self.fence(vm, format!("the VM ended: {words}")),
         }
     }
 
-    pub(crate) fn protection_over(self: &Arc<Self>, vm: &Arc<PrimaryVm>, phase: PrimaryPhase) {
+    /// Handles the end of this session.
+    pub(crate) fn protection_over(
+        self: &Arc<Self>,
+        vm: &Arc<PrimaryVm>,
+        session: &str,
+        phase: PrimaryPhase,
+    ) {
         if matches!(phase, PrimaryPhase::Alone(_)) {
             self.note_end_of_lockstep(vm);
         }
@@ -268,7 +303,16 @@ impl Host {
                 if vm.has_diverged() {
                     vm.repairer.diverged();
                 }
-                repair::restore(self, vm, &reason);
+                if !vm.machine().is_alive() {
+                    // Its fellows go on without it; whoever leads its group would see to their protection.
+                    let leads = |group: &GroupMembers| group.vms.first() == Some(vm.name());
+                    if let Some(group) = vm.repairer.group().filter(leads) {
+                        vm.repairer.set_wish(None);
+                        self.dissolve(&group, vm.name(), "has died");
+                    }
+                    return self.fence(vm, format!("the VM ended: {reason}"));
+                }
+                repair::restore(self, vm, &reason, Some(session));
             }
             PrimaryPhase::Alone(None) => self.note_generation(vm),
             PrimaryPhase::Halted(reason) => {
@@ -276,12 +320,12 @@ impl Host {
                 // A guest that merely died may be this host's by now, whom the arbiter may have granted it
                 // since: that is asked of it before a start.
                 self.note_role(vm, if elsewhere { ImageRole::Stale } else { ImageRole::Cut });
-                let heir = vm.handed_over_to().filter(|_| elsewhere);
+                let heir = vm.handed_over_to();
                 vm.events.record(match heir.clone() {
                     Some(peer) => EventKind::HandedOver { peer },
                     None => EventKind::Fenced { reason: reason.clone() },
                 });
-                self.fence(vm, reason);
+                self.fence_as(vm, reason, elsewhere);
                 if heir.is_some() {
                     // Nothing went wrong: this host has nothing to do with it any more.
                     self.vms.remove(vm.name());
@@ -294,6 +338,7 @@ impl Host {
     /// Notes the generation: sole ownership may have come with a new generation. Recovery does
     /// without this note if it has to.
     fn note_generation(&self, vm: &PrimaryVm) {
+        fail::fail_point!("note-generation");
         if let Err(error) = self.note_generation_of(&vm.machine(), vm.generation()) {
             warn!(vm = %vm.name(), "{error}");
         }
@@ -310,31 +355,46 @@ impl Host {
     }
 
     pub(crate) fn note_role(&self, vm: &PrimaryVm, role: ImageRole) {
-        let name = vm.name();
-        if let Err(error) = self.records.change(name, |record| {
+        self.note(vm, |record| {
             record.image.role = role;
             record.image.generation = vm.generation();
-        }) {
-            warn!(vm = %name, "{error}");
+        });
+    }
+
+    fn note(&self, vm: &PrimaryVm, change: impl FnOnce(&mut Record)) {
+        if let Err(error) = self.records.change(vm.name(), change) {
+            warn!(vm = %vm.name(), "{error}");
         }
     }
 
-    /// The VM lives elsewhere, or nowhere.
+    /// The VM has ended here, and may be nobody's.
     pub(crate) fn fence(&self, vm: &PrimaryVm, reason: String) {
+        self.fence_as(vm, reason, false);
+    }
+
+    /// The VM lives elsewhere, or nowhere.
+    pub(crate) fn fence_as(&self, vm: &PrimaryVm, reason: String, elsewhere: bool) {
         vm.machine().halt();
         let name = vm.name().to_owned();
-        let fenced = FencedVm { name: name.clone(), generation: vm.generation(), reason };
+        let generation = vm.generation();
+        let fenced = FencedVm { name: name.clone(), generation, reason, elsewhere };
         let is_it = |current: Option<&Vm>| matches!(current, Some(Vm::Primary(it)) if std::ptr::eq(&**it, vm));
         self.vms.put_if(&name, Vm::Fenced(Arc::new(fenced)), is_it);
     }
 
-    /// Returns when the backup has forgotten the VM, or cannot take it any more.
+    /// Returns when the backup has forgotten the VM, or cannot take it any more. An end that comes later is a loss of
+    /// protection, unless nobody wants that any more.
     pub(crate) fn end_protection(&self, vm: &PrimaryVm) -> Result<(), HostError> {
         let Some(session) = vm.active_session() else { return Ok(()) };
         session.event(Event::Unprotect);
-        let ended = session.wait_for_phase(PEER_TIMEOUT, |phase| {
+        let is_end = |phase: &PrimaryPhase| {
             matches!(phase, PrimaryPhase::Halted(_) | PrimaryPhase::Alone(_))
-        });
+        };
+        let mut ended = session.wait_for_phase(PEER_TIMEOUT, is_end);
+        if ended.is_err() && vm.repairer.wish().is_some() {
+            session.event(Event::StillWanted);
+            ended = session.wait_for_phase(Duration::ZERO, is_end);
+        }
         match ended {
             Ok(PrimaryPhase::Alone(_)) => Ok(()),
             Ok(phase) | Err(phase) => {
@@ -353,11 +413,13 @@ impl Host {
 
     fn note_end(&self, vm: &PrimaryVm, role: ImageRole) {
         vm.machine().halt();
-        self.note_role(vm, role);
         // A guest that ends with its daemon comes up with the next one.
-        if !self.is_closing() {
-            self.note_unwanted(vm.name());
-        }
+        let with_daemon = vm.end_asked() == Some(EndAsked::ByDaemon);
+        self.note(vm, |record| {
+            record.image.role = role;
+            record.image.generation = vm.generation();
+            record.wanted &= with_daemon;
+        });
     }
 
     /// The same of a VM whose restore has come to nothing, or has ended with it.

@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 use tracing::{info, warn};
 use understudy_protocol::autostart::Knowledge;
-use understudy_protocol::validity::{Finding, ImageRole, may_start};
+use understudy_protocol::validity::{Finding, ImageRole};
 use understudy_protocol::{HostName, VmName};
 use understudy_replication::records::Record;
 
@@ -70,8 +70,7 @@ impl Host {
             Some(_) => has_since(&self.config.name, &self.inquire(vm).ok()?.knowledge()),
             None => {
                 let own = self.records.read(vm).ok()??.image;
-                let is_newer = may_start(&self.config.name, Some(&own), Some(&owner)).is_err();
-                is_newer.then(|| {
+                own.is_behind(owner.generation).then(|| {
                     format!("another host had it since, at generation {}", owner.generation)
                 })
             }

@@ -487,7 +487,8 @@ impl Host {
         }
         if let Some(reason) = lost {
             warn!(%vm, "{reason}");
-            let fenced = FencedVm { name: vm.to_owned(), generation: *generation, reason };
+            let fenced =
+                FencedVm { name: vm.to_owned(), generation: *generation, reason, elsewhere: false };
             self.vms.put(vm, Vm::Fenced(Arc::new(fenced)));
         }
         self.orphans.remove(vm);

@@ -22,6 +22,7 @@ use understudy_report::error::HostError;
 use understudy_report::upgrade::Versions;
 
 pub use understudy_machine::cgroup::{Controller, probe as control_groups};
+pub use understudy_machine::tpm::{confinement as swtpm_confinement, try_out as try_swtpm};
 
 /// Answer of a host on itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

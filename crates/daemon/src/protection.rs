@@ -65,7 +65,7 @@ impl Host {
             (Ok(()), Some(former)) => self.dissolve(&former, name, "is protected by itself"),
             (Ok(()), None) => {}
             (Err(error), _) if vm.is_degraded() => {
-                repair::restore(self, &vm, &error.to_string());
+                repair::restore(self, &vm, &error.to_string(), None);
             }
             (Err(_), _) => {}
         }
@@ -124,7 +124,7 @@ impl Host {
         let former = vm.repairer.wish();
         vm.repairer.set_wish(Some(Wish::alone(request)));
         self.begin_protection(vm, plan, (group, 0))
-            .inspect_err(|_| vm.repairer.set_wish(former))?;
+            .inspect_err(|_| vm.repairer.take_back(former))?;
         self.note_wish(vm);
         Ok(())
     }
@@ -147,6 +147,13 @@ impl Host {
             );
             return Err(HostError::new(ErrorKind::Conflict, message));
         }
+        if !self.snapshots.await_restored(name) {
+            let message = format!(
+                "{name} is being restored with its group, and does not stay before all of that runs: try \
+                 again when it does"
+            );
+            return Err(HostError::new(ErrorKind::Conflict, message));
+        }
         match &self.kernel_problem {
             Some(problem) => Err(HostError::new(ErrorKind::Invalid, problem.clone())),
             None => Ok(()),
@@ -163,9 +170,10 @@ impl Host {
         let (name, peer) = (vm.name().to_owned(), plan.peer.clone());
         let host = Arc::downgrade(self);
         let owner = Arc::downgrade(vm);
+        let id = plan.session.clone();
         let over = move |phase| {
             if let (Some(host), Some(vm)) = (host.upgrade(), owner.upgrade()) {
-                host.protection_over(&vm, phase);
+                host.protection_over(&vm, &id, phase);
             }
         };
         let protect = || primary::protect(vm.machine(), plan, group, over);
@@ -181,17 +189,19 @@ impl Host {
     pub fn unprotect(&self, name: &VmName) -> Result<VmStatus, HostError> {
         let vm = self.going_primary(name)?;
         let _protecting = lock(&vm.protecting);
-        if vm.active_session().is_none() && !vm.is_degraded() {
+        let is_wanted = vm.is_degraded() || vm.repairer.wish().is_some();
+        if vm.active_session().is_none() && !is_wanted {
             let message = format!("{name} is not protected");
             return Err(HostError::new(ErrorKind::Conflict, message));
         }
         let fellows = self.wanted_fellows(&vm);
-        vm.repairer.set_wish(None);
-        vm.repairer.ended();
-        self.end_protection(&vm)?;
+        // Of all, and before protection ends: an end that takes longer than it is waited for is what was asked for.
         for vm in fellows.iter().chain([&vm]) {
             self.want(vm, None);
             vm.repairer.ended();
+        }
+        self.end_protection(&vm)?;
+        for vm in fellows.iter().chain([&vm]) {
             vm.accept_unprotected();
             vm.events.record(EventKind::Unprotected);
         }
@@ -226,7 +236,9 @@ impl Host {
             matches!(phase, PrimaryPhase::Halted(_) | PrimaryPhase::Alone(_))
         });
         match ended {
-            Ok(PrimaryPhase::Halted(_)) => self.await_handed_over(&vm),
+            Ok(PrimaryPhase::Halted(_)) if vm.handed_over_to().is_some() => {
+                self.await_handed_over(&vm)
+            }
             Ok(phase) | Err(phase) => {
                 Err(HostError::new(ErrorKind::Unreachable, not_handed_over(name, &phase)))
             }

@@ -121,7 +121,7 @@ impl Host {
             true => None,
             false => self.await_former_owner(name, &request)?,
         };
-        let _adding = self.adding.lock();
+        let adding = self.adding.lock();
         let inquiry = self.inquire_of_images(name)?;
         if request.dry_run {
             return Ok(inquiry.report(name, &judge(&inquiry.evidence())));
@@ -140,7 +140,7 @@ impl Host {
         let definition = record.definition.clone();
         let lease = awaited.map(|awaited| awaited.lease).unwrap_or_default();
         let past = Past::of(Some(record), newest).insisted(insisted).after(lease).wanting(wish);
-        report.status = Some(self.boot(definition, past)?);
+        report.status = Some(self.boot(definition, past, adding)?);
         Ok(report)
     }
 

@@ -15,7 +15,7 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tracing::{error, info, warn};
-use understudy_protocol::repair::{Repair, RepairAction, RepairEvent, RepairPhase};
+use understudy_protocol::repair::{Repair, RepairAction, RepairEvent, RepairPhase, is_history};
 use understudy_protocol::{HostName, Time, VmName};
 use understudy_qemu::{CpuNeeds, Vendor};
 use understudy_replication::clock;
@@ -24,7 +24,7 @@ use understudy_replication::membership::GroupMembers;
 use understudy_replication::moments::strike;
 use understudy_replication::primary::{TellSick, used_bytes};
 use understudy_report::events::{EventKind, VmEvents};
-use understudy_report::{Mode, ProtectRequest};
+use understudy_report::{Mode, ProtectRequest, WantedReport};
 use understudy_session::primary::Event;
 use understudy_threads::{Mutex, spawn};
 use understudy_threads::{lock, within};
@@ -53,6 +53,28 @@ impl Wish {
         Wish { request, group: None }
     }
 
+    /// The command that asks for it, of a VM and its group.
+    pub fn command(&self, vm: &VmName) -> String {
+        let options = self.request.options();
+        match &self.group {
+            None => format!("understudy protect {vm} {options}"),
+            Some(GroupMembers { name, vms }) => {
+                let vms: Vec<&str> = vms.iter().map(VmName::as_str).collect();
+                format!("understudy protect {} --group {name} {options}", vms.join(" "))
+            }
+        }
+    }
+
+    /// The wish for people.
+    pub fn report(&self) -> WantedReport {
+        WantedReport {
+            to: self.request.to.clone(),
+            group: self.group.as_ref().map(|group| group.name.clone()),
+            mode: self.request.mode,
+            hold_console: self.request.hold_console,
+        }
+    }
+
     /// The group whose first VM restores the protection of `vm`, if that is another one.
     fn followed_by(&self, vm: &VmName) -> Option<&GroupMembers> {
         self.group.as_ref().filter(|group| group.vms.first() != Some(vm))
@@ -65,8 +87,22 @@ pub struct Repairer {
     /// Whether this host restores protection at all.
     enabled: bool,
     state: Mutex<State>,
-    events: Sender<RepairEvent>,
-    inbox: Receiver<RepairEvent>,
+    events: Sender<Told>,
+    inbox: Receiver<Told>,
+}
+
+/// What happens to a VM's protection.
+#[derive(Debug, PartialEq)]
+struct Told {
+    event: RepairEvent,
+    /// The session of which this is the end, if it is the end of one.
+    of: Option<String>,
+}
+
+impl From<RepairEvent> for Told {
+    fn from(event: RepairEvent) -> Told {
+        Told { event, of: None }
+    }
 }
 
 #[derive(Default)]
@@ -109,11 +145,21 @@ impl Repairer {
         lock(&self.state).wish = wish;
     }
 
-    /// Protection is lost, or could not be set up; whether it shall be restored.
-    pub fn lost(&self, reason: &str) -> bool {
+    /// The operator wants what was wanted before: nothing came of the last wish.
+    pub fn take_back(&self, former: Option<Wish>) {
+        let is_wanted = former.is_some();
+        self.set_wish(former);
+        if !is_wanted {
+            self.ended();
+        }
+    }
+
+    /// Protection is lost, by the end `of` a session, or could not be set up; whether it shall be restored.
+    pub fn lost(&self, reason: &str, of: Option<&str>) -> bool {
         let Some(wish) = self.wanted() else { return false };
         if wish.followed_by(&self.vm).is_none() {
-            self.tell(RepairEvent::Lost(reason.to_owned()));
+            let (event, of) = (RepairEvent::Lost(reason.to_owned()), of.map(str::to_owned));
+            self.tell(Told { event, of });
         }
         true
     }
@@ -123,7 +169,7 @@ impl Repairer {
         let wanted = self.wanted().is_some_and(|wish| wish.followed_by(&self.vm).is_none());
         if wanted {
             let (host, reason) = (peer.clone(), reason.to_owned());
-            self.tell(RepairEvent::Sick { host, reason, times });
+            self.tell(RepairEvent::Sick { host, reason, times }.into());
         }
         wanted
     }
@@ -154,12 +200,12 @@ impl Repairer {
 
     /// Ends the repair: the operator decided.
     pub fn ended(&self) {
-        self.tell(RepairEvent::Ended);
+        self.tell(RepairEvent::Ended.into());
     }
 
-    fn tell(&self, event: RepairEvent) {
+    fn tell(&self, told: Told) {
         // The inbox is this value's own.
-        let _ = self.events.send(event);
+        let _ = self.events.send(told);
     }
 
     /// Words on what is being done about lost protection, for people.
@@ -230,8 +276,8 @@ impl Repairer {
         rests
     }
 
-    fn is_attempting(&self) -> bool {
-        matches!(lock(&self.state).core.phase(), RepairPhase::Attempting(_))
+    fn awaits_protection(&self) -> bool {
+        lock(&self.state).core.awaits_protection()
     }
 }
 
@@ -240,9 +286,14 @@ fn jitter() -> u32 {
     (RandomState::new().build_hasher().finish() % 1_001) as u32
 }
 
-/// Protection is lost, or could not be set up; whether it shall be restored. That begins.
-pub(crate) fn restore(host: &Arc<Host>, vm: &Arc<PrimaryVm>, reason: &str) -> bool {
-    let wanted = vm.repairer.lost(reason);
+/// Protection is lost, by the end `of` a session, or could not be set up; whether it shall be restored. That begins.
+pub(crate) fn restore(
+    host: &Arc<Host>,
+    vm: &Arc<PrimaryVm>,
+    reason: &str,
+    of: Option<&str>,
+) -> bool {
+    let wanted = vm.repairer.lost(reason, of);
     if wanted {
         start(host, vm);
     }
@@ -278,15 +329,15 @@ pub(crate) fn start(host: &Arc<Host>, vm: &Arc<PrimaryVm>) {
 }
 
 /// Watches a VM; never holds it while it waits or asks other hosts.
-fn watch(host: &Weak<Host>, vm: &Weak<PrimaryVm>, inbox: &Receiver<RepairEvent>) {
+fn watch(host: &Weak<Host>, vm: &Weak<PrimaryVm>, inbox: &Receiver<Told>) {
     loop {
         let Some(sleep) = vm.upgrade().map(|vm| vm.repairer.sleep()) else { return };
-        let event = match inbox.recv_timeout(sleep) {
-            Ok(event) => event,
-            Err(RecvTimeoutError::Timeout) => RepairEvent::Tick,
+        let told = match inbox.recv_timeout(sleep) {
+            Ok(told) => told,
+            Err(RecvTimeoutError::Timeout) => RepairEvent::Tick.into(),
             Err(RecvTimeoutError::Disconnected) => return,
         };
-        if step(host, vm, event).is_none() {
+        if step(host, vm, told).is_none() {
             return;
         }
         let rests = vm.upgrade().is_none_or(|vm| vm.is_protected() && vm.repairer.may_rest());
@@ -298,12 +349,16 @@ fn watch(host: &Weak<Host>, vm: &Weak<PrimaryVm>, inbox: &Receiver<RepairEvent>)
 
 /// Feeds one event and does what comes of it. None when the VM or the host has
 /// gone.
-fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, event: RepairEvent) -> Option<()> {
-    let mut events = VecDeque::from([event]);
-    while let Some(mut event) = events.pop_front() {
+fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, told: Told) -> Option<()> {
+    let mut events = VecDeque::from([told]);
+    while let Some(Told { mut event, of }) = events.pop_front() {
         let vm = weak.upgrade()?;
         strike("repair", vm.name());
-        if event == RepairEvent::Tick && vm.repairer.is_attempting() && vm.is_protected() {
+        let under_way = vm.active_session().map(|session| session.id.clone());
+        if of.is_some_and(|of| is_history(&of, under_way.as_ref())) {
+            event = RepairEvent::Tick;
+        }
+        if event == RepairEvent::Tick && vm.repairer.awaits_protection() && vm.is_protected() {
             event = RepairEvent::Protected;
         }
         let actions = vm.repairer.handle(event);
@@ -316,14 +371,14 @@ fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, event: RepairEvent) -> Option
                 RepairAction::Survey => {
                     let needs = needs(&host, &*weak.upgrade()?);
                     let found = host.survey(&name, &needs);
-                    events.push_back(RepairEvent::Surveyed(found));
+                    events.push_back(RepairEvent::Surveyed(found).into());
                 }
                 RepairAction::Replace(reason) => host.give_backup_up(&*weak.upgrade()?, reason),
                 RepairAction::Attempt(to) => {
                     info!(vm = %name, "looking for a backup: trying host {to}");
                     if let Err(error) = host.protect_again(&weak.upgrade()?, &to) {
                         info!(vm = %name, "{error}");
-                        events.push_back(RepairEvent::Lost(error.to_string()));
+                        events.push_back(RepairEvent::Lost(error.to_string()).into());
                     }
                 }
             }
@@ -387,7 +442,7 @@ fn offered(host: &Host, vm: &PrimaryVm) -> Offered {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use understudy_protocol::literal;
+    use understudy_protocol::{Policy, literal};
 
     fn repairer(vm: &'static str, repair: bool, enabled: bool) -> Repairer {
         let group =
@@ -396,11 +451,35 @@ mod tests {
         Repairer::new(&literal(vm), Some(Wish { request, group: Some(group) }), enabled)
     }
 
+    /// Whoever gave the command lost his group, and what he had asked for.
+    #[test]
+    fn the_command_of_a_wish_asks_for_all_of_it() {
+        let command = |wish: Wish| wish.command(&literal("db"));
+        let plain = ProtectRequest { to: "b".into(), repair: true, ..Default::default() };
+        assert_eq!(command(Wish::alone(plain.clone())), "understudy protect db --to b");
+        let group =
+            GroupMembers { name: literal("shop"), vms: vec![literal("db"), literal("web")] };
+        // A group's policy is in its wish, whoever said it: these numbers only its members' definitions can have.
+        let own = Policy::Adaptive { max_epoch_ms: 50, pause_budget_percent: 20 };
+        let request =
+            ProtectRequest { hold_console: true, repair: false, policy: Some(own), ..plain };
+        let wish = Wish { request: request.clone(), group: Some(group) };
+        assert_eq!(
+            command(wish),
+            "understudy protect db web --group shop --to b --hold-console --no-repair"
+        );
+        let lockstep = ProtectRequest { mode: Mode::Lockstep, ..request };
+        assert!(command(Wish::alone(lockstep)).contains("--mode lockstep"));
+    }
+
     #[test]
     fn a_group_is_repaired_by_its_first_vm_alone() {
         let (leader, follower) = (repairer("db", true, true), repairer("web", true, true));
-        assert!(leader.lost("b is silent") && follower.lost("b is silent"));
-        assert_eq!(leader.inbox.try_recv(), Ok(RepairEvent::Lost("b is silent".into())));
+        let lost = |vm: &Repairer| vm.lost("b is silent", Some("session"));
+        assert!(lost(&leader) && lost(&follower));
+        let told =
+            Told { event: RepairEvent::Lost("b is silent".into()), of: Some("session".to_owned()) };
+        assert_eq!(leader.inbox.try_recv(), Ok(told));
         assert!(follower.inbox.try_recv().is_err());
         let words = follower.describe().unwrap();
         assert!(words.contains("group shop") && words.contains("db"), "{words}");
@@ -409,11 +488,11 @@ mod tests {
     #[test]
     fn nobody_repairs_what_nobody_wants() {
         for unwanted in [repairer("web", false, true), repairer("web", true, false)] {
-            assert!(!unwanted.lost("b is silent"));
+            assert!(!unwanted.lost("b is silent", None));
             assert_eq!(unwanted.describe(), None);
         }
         let ended = repairer("db", true, true);
         ended.set_wish(None);
-        assert!(!ended.lost("b is silent") && ended.inbox.try_recv().is_err());
+        assert!(!ended.lost("b is silent", None) && ended.inbox.try_recv().is_err());
     }
 }

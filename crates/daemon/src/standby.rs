@@ -229,7 +229,8 @@ fn end(
         Outcome::Failed { generation, reason } => {
             host.events.of(name).record(EventKind::TakeOverFailed { reason: reason.clone() });
             let reason = failed("won the VM and could not start it", &anyhow::anyhow!(reason));
-            let fenced = FencedVm { name: name.to_owned(), generation, reason: reason.to_string() };
+            let (name_here, reason) = (name.to_owned(), reason.to_string());
+            let fenced = FencedVm { name: name_here, generation, reason, elsewhere: false };
             host.vms.put(name, Vm::Fenced(Arc::new(fenced)));
         }
     }

@@ -3,7 +3,7 @@
 mod describe;
 
 use crate::lease::Tenure;
-use crate::repair::Repairer;
+use crate::repair::{Repairer, Wish};
 use describe::{backup_status, describe_session, machine_status};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -63,8 +63,18 @@ struct PrimaryState {
     degraded: Option<String>,
     /// Whether it was degraded when the last session began.
     restoring: bool,
-    /// The backup that it was to be protected to when it ran last, until somebody says what shall be now.
-    former_backup: Option<String>,
+    /// How it was to be protected when it ran last, until somebody says what shall be now.
+    former_wish: Option<Wish>,
+    end_asked: Option<EndAsked>,
+}
+
+/// Who has asked for a VM's end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum EndAsked {
+    /// Its operator: it does not come up with the host.
+    ByOperator,
+    /// The daemon, which ends: it comes up with the next one.
+    ByDaemon,
 }
 
 /// A VM that this host lost.
@@ -75,6 +85,8 @@ pub struct FencedVm {
     pub generation: Generation,
     /// Reason why it lost it.
     pub reason: String,
+    /// Whether another host has it: else the copy has merely ended.
+    pub elsewhere: bool,
 }
 
 impl PrimaryVm {
@@ -95,7 +107,8 @@ impl PrimaryVm {
             session: None,
             degraded: None,
             restoring: false,
-            former_backup: None,
+            former_wish: None,
+            end_asked: None,
         };
         PrimaryVm {
             name,
@@ -130,6 +143,24 @@ impl PrimaryVm {
         self.is_leaving.store(false, Ordering::Release);
     }
 
+    /// Notes who asks for its end now; its operator's wish counts before the daemon's.
+    pub(crate) fn ask_for_end(&self, asked: EndAsked) {
+        let mut state = lock(&self.state);
+        if state.end_asked != Some(EndAsked::ByOperator) {
+            state.end_asked = Some(asked);
+        }
+    }
+
+    /// Notes that its operator was told that it goes on.
+    pub(crate) fn goes_on_unasked(&self) {
+        lock(&self.state).end_asked = None;
+    }
+
+    /// Who has asked for its end; none if it ends by itself.
+    pub(crate) fn end_asked(&self) -> Option<EndAsked> {
+        lock(&self.state).end_asked
+    }
+
     /// Whether it is being left to the next keeper.
     pub(crate) fn is_leaving(&self) -> bool {
         self.is_leaving.load(Ordering::Acquire)
@@ -145,9 +176,9 @@ impl PrimaryVm {
         lock(&self.state).takeover = Some(takeover);
     }
 
-    /// Notes the backup that it was to be protected to when it ran last, and is not to any more.
-    pub(crate) fn note_former_backup(&self, backup: Option<String>) {
-        lock(&self.state).former_backup = backup;
+    /// Notes how it was to be protected when it ran last, and is not to any more.
+    pub(crate) fn note_former_wish(&self, wish: Option<Wish>) {
+        lock(&self.state).former_wish = wish;
     }
 
     /// Notes that it was started by this restore of a snapshot.
@@ -221,7 +252,7 @@ impl PrimaryVm {
         state.session = Some(session);
         state.degraded = None;
         state.restoring = restoring;
-        state.former_backup = None;
+        state.former_wish = None;
     }
 
     /// Whether the VM should be protected and is not.
@@ -248,9 +279,10 @@ impl PrimaryVm {
         self.session().is_some_and(|session| session.is_elsewhere())
     }
 
-    /// The host that has it now, if the last session ended with a planned fail-over.
+    /// The host that has it now, if the last session ended with a planned fail-over: it goes on there, or is to, from
+    /// where it was here.
     pub fn handed_over_to(&self) -> Option<HostName> {
-        let session = self.session().filter(|session| session.was_handed_over());
+        let session = self.session().filter(|session| session.has_gone_over());
         session.map(|session| session.peer.clone())
     }
 
@@ -285,6 +317,7 @@ impl PrimaryVm {
             describe_session(&mut status, &session);
         }
         status.restoring &= matches!(status.protection, Protection::Syncing { .. });
+        status.wanted = self.repairer.wish().map(|wish| wish.report());
         if let Protection::Degraded { reason } = &mut status.protection {
             if let Some(repair) = self.repairer.describe() {
                 *reason += &format!("; {repair}");
@@ -300,7 +333,9 @@ impl PrimaryVm {
         fail::fail_point!("status");
         status.generation = state.generation;
         status.takeover = state.takeover;
-        status.former_backup = state.former_backup.clone();
+        let former = state.former_wish.as_ref();
+        status.former_backup = former.map(|wish| wish.request.to.clone());
+        status.former_command = former.map(|wish| wish.command(&status.name));
         status.restoring = state.restoring;
         status.protection = match &state.degraded {
             Some(reason) => Protection::Degraded { reason: reason.clone() },
@@ -314,6 +349,7 @@ impl FencedVm {
     fn status(&self) -> VmStatus {
         VmStatus {
             generation: self.generation,
+            elsewhere: self.elsewhere,
             protection: Protection::Degraded { reason: self.reason.clone() },
             events: vec![self.reason.clone()],
             ..VmStatus::new(&self.name, Role::Fenced)

@@ -3,6 +3,7 @@
 use crate::{DEFAULT_CACHE_PAGES, MOST_CACHE_PAGES, Reference};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use std::fmt;
 use std::time::Duration;
 use understudy_protocol::PAGE_SIZE;
 
@@ -21,6 +22,18 @@ pub enum Compression {
     Xor,
     /// Deltas, and the general compressor for what they do not fit.
     Hybrid,
+}
+
+impl fmt::Display for Compression {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Compression::Auto => "auto",
+            Compression::None => "none",
+            Compression::General => "general",
+            Compression::Xor => "xor",
+            Compression::Hybrid => "hybrid",
+        })
+    }
 }
 
 /// Plan for how a session's pages are to be encoded.

@@ -18,6 +18,8 @@ pub(crate) struct Draft<'a> {
     pub(crate) surroundings: &'a Surroundings,
     findings: Vec<Finding>,
     copies: Vec<Template>,
+    /// Disks, each with its place in the order of booting.
+    disks: Vec<(u32, DiskDefinition)>,
     /// The firmware's: the last of all disks.
     variables: Option<DiskDefinition>,
     /// Name by which the manager calls it, if not by its name.
@@ -37,6 +39,11 @@ pub(crate) fn image_format(name: &str) -> Result<DiskFormat, String> {
     }
 }
 
+/// The reason why a disk on another SCSI controller is not taken.
+pub(crate) fn other_controller(name: &str) -> String {
+    format!("the controller {name} is not known; the guest may need virtio-scsi's driver first")
+}
+
 impl<'a> Draft<'a> {
     pub(crate) fn new(vm: VmDefinition, surroundings: &'a Surroundings) -> Draft<'a> {
         Draft {
@@ -44,6 +51,7 @@ impl<'a> Draft<'a> {
             surroundings,
             findings: Vec::new(),
             copies: Vec::new(),
+            disks: Vec::new(),
             variables: None,
             uuid: None,
             flags: Vec::new(),
@@ -166,6 +174,12 @@ impl<'a> Draft<'a> {
         self.taken(line, "a source of random numbers");
     }
 
+    /// Adds a disk or a CD-ROM drive. The guest boots from the first of the definition: without an `order` from a disk,
+    /// wherever a CD-ROM stands beside it.
+    pub(crate) fn disk(&mut self, order: Option<u32>, disk: DiskDefinition) {
+        self.disks.push((order.unwrap_or(u32::MAX), disk));
+    }
+
     /// Adds a card that is in these VLANs.
     pub(crate) fn in_vlans(&mut self, line: usize, card: CardDefinition, vlans: Vlans) {
         let Vlans { access, trunk } = vlans;
@@ -193,7 +207,10 @@ impl<'a> Draft<'a> {
     /// The result. What the definition itself finds wrong is refused, if nothing was before.
     pub(crate) fn finish(mut self) -> Import {
         self.add_flags();
+        self.disks.sort_by_key(|(order, disk)| (*order, disk.cdrom));
+        self.vm.disks.extend(self.disks.drain(..).map(|(_, disk)| disk));
         self.vm.disks.extend(self.variables.take());
+        self.vm.choose_places();
         let is_refused = |findings: &[Finding]| {
             findings.iter().any(|finding| finding.outcome == Outcome::Refused)
         };

@@ -77,9 +77,11 @@ fn machine(draft: &mut Draft<'_>, domain: &Element) -> Result<(), (usize, String
         draft.vm.machine = kind.get("machine").to_owned();
     }
     draft.taken(kind.line, format!("machine {}", draft.vm.machine));
-    if draft.vm.is_q35() {
-        draft.vm.virtio = Some(VirtioInterface::Modern);
-    }
+    // On a port of PCIe, where libvirt puts them on q35, QEMU's have no other.
+    draft.vm.virtio = Some(match draft.vm.is_q35() {
+        true => VirtioInterface::Modern,
+        false => VirtioInterface::Transitional,
+    });
     Ok(())
 }
 
@@ -111,7 +113,10 @@ fn domain_part(draft: &mut Draft<'_>, domain: &Element, part: &Element) {
                 draft.changed(part.line, tag, "powers off, reboots and stands still as others do");
             }
         }
-        "devices" => devices::devices(draft, part),
+        "devices" => {
+            let boots = domain.child("os").map(boots).unwrap_or_default();
+            devices::devices(draft, part, &boots);
+        }
         "memoryBacking" | "memtune" | "numatune" | "cputune" | "blkiotune" | "iothreads"
         | "iothreadids" | "perf" | "keywrap" => {
             draft.left_out(part.line, tag, "the daemon places memory and threads itself");
@@ -173,14 +178,17 @@ fn os(draft: &mut Draft<'_>, os: &Element) {
             _ => draft.refused(part.line, part.tag(), "it is not known"),
         }
     }
-    let boots = os.children.iter().filter(|part| part.name == "boot");
-    for (n, boot) in boots.enumerate() {
-        // A CD-ROM drive is one of the disks.
-        let fits = matches!((n, boot.get("dev")), (_, "hd" | "") | (1.., "cdrom"));
-        if !fits {
+    for boot in os.children.iter().filter(|part| part.name == "boot") {
+        if !matches!(boot.get("dev"), "hd" | "cdrom" | "") {
             draft.changed(boot.line, boot.tag(), "it boots from its disks, in their order");
         }
     }
+}
+
+/// Kinds of devices that the guest boots from, in this order.
+fn boots(os: &Element) -> Vec<&str> {
+    let boots = os.children.iter().filter(|part| part.name == "boot");
+    boots.map(|boot| boot.get("dev")).collect()
 }
 
 /// Path of a firmware's variables; none if they are to be made.

@@ -78,11 +78,8 @@ fn read(text: &str, surroundings: &Surroundings) -> Result<Import, (usize, Strin
     }
     machine(&mut draft, find("machine"));
     let order = boot_order(&mut draft, find("boot"), find("bootdisk"));
-    // Disks boot in the order of the definition.
-    let mut ordered = lines.clone();
-    ordered.sort_by_key(|line| order.iter().position(|key| *key == line.key).unwrap_or(usize::MAX));
-    for line in &ordered {
-        part(&mut draft, line, find);
+    for line in &lines {
+        part(&mut draft, line, &order, find);
     }
     windows(&mut draft, find);
     tablet(&mut draft, find("tablet"), find("vga"));
@@ -184,6 +181,8 @@ fn begin<'a>(
     vm.topology = Some(Topology { sockets, dies: 1, cores, threads: 1 });
     vm.vga = Vga::Std;
     vm.cpu = Some("kvm64".to_owned());
+    // On q35, too, its devices are on a bus of plain PCI.
+    vm.virtio = Some(VirtioInterface::Transitional);
     Ok(vm)
 }
 
@@ -209,7 +208,6 @@ fn machine(draft: &mut Draft<'_>, line: Option<Line<'_>>) {
     let kind = kind.split_once('+').map_or(kind, |(kind, _)| kind);
     draft.vm.machine = kind.to_owned();
     if draft.vm.is_q35() {
-        draft.vm.virtio = Some(VirtioInterface::Modern);
         BRIDGES.iter().for_each(|bridge| draft.device(*bridge));
     }
     if !line.option("viommu").is_empty() {
@@ -242,7 +240,12 @@ fn tablet(draft: &mut Draft<'_>, line: Option<Line<'_>>, vga: Option<Line<'_>>) 
     draft.taken(number, "a USB tablet, which Proxmox gives without saying so");
 }
 
-fn part<'a>(draft: &mut Draft<'_>, line: &Line<'_>, find: impl Fn(&str) -> Option<Line<'a>>) {
+fn part<'a>(
+    draft: &mut Draft<'_>,
+    line: &Line<'_>,
+    order: &[&str],
+    find: impl Fn(&str) -> Option<Line<'a>>,
+) {
     let (number, text) = (line.number, line.text());
     match line.key {
         // Read before, or by Proxmox alone.
@@ -331,7 +334,7 @@ fn part<'a>(draft: &mut Draft<'_>, line: &Line<'_>, find: impl Fn(&str) -> Optio
         }
         key if key.starts_with("net") => device::card(draft, line),
         _ => {
-            if !device::disk(draft, line, find("scsihw")) {
+            if !device::disk(draft, line, (find("scsihw"), order)) {
                 draft.refused(number, text, "it is not known to keep the VM protectable");
             }
         }

@@ -279,10 +279,6 @@ fn machine(draft: &mut Draft<'_>, argument: &Argument) {
             (name, _) => draft.refused(LINE, argument.text(), format!("its property {name} is not known")),
         }
     }
-    let modern = draft.vm.is_q35();
-    if modern {
-        draft.vm.virtio = Some(understudy_qemu::definition::VirtioInterface::Modern);
-    }
 }
 
 fn accelerator(draft: &mut Draft<'_>, kind: &str, text: &str) {

@@ -164,8 +164,28 @@ impl Link {
     /// The next message, its checksum checked. The error says why the
     /// connection must be dropped.
     pub fn receive(&self) -> anyhow::Result<Message> {
+        self.receive_behind([0; HEADER_BYTES], 0)
+    }
+
+    /// The first message; none of a peer that hangs up before it has said anything: it has reached
+    /// this host on another path first.
+    pub fn receive_first(&self) -> anyhow::Result<Option<Message>> {
         let mut header = [0; HEADER_BYTES];
-        self.0.read_exact(&mut header).map_err(explain_end)?;
+        match self.0.read(&mut header) {
+            Ok(0) => Ok(None),
+            Ok(read) => self.receive_behind(header, read).map(Some),
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Ok(None),
+            Err(error) => Err(explain_end(error)),
+        }
+    }
+
+    /// The message of whose header so many bytes have been read.
+    fn receive_behind(
+        &self,
+        mut header: [u8; HEADER_BYTES],
+        read: usize,
+    ) -> anyhow::Result<Message> {
+        self.0.read_exact(&mut header[read..]).map_err(explain_end)?;
         let header = Header::decode(&header)?;
         let mut payload = vec![0; header.length];
         self.0.read_exact(&mut payload).map_err(explain_end)?;
@@ -372,6 +392,25 @@ mod tests {
         let end = received.find_map(Result::err).unwrap().to_string();
         assert_eq!(end, "the peer closed the connection");
         assert!(link.send_signal(Kind::Heartbeat, Epoch(0)).is_err(), "it goes on");
+    }
+
+    #[test]
+    fn a_peer_that_hangs_up_without_a_word_is_told_from_one_that_breaks_off() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let header = Header::for_payload(Kind::Hello, Epoch(0), &[b"hello"]).unwrap().encode();
+        let said = |words: &[u8]| {
+            let mut dialled = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            dialled.write_all(words).unwrap();
+            drop(dialled);
+            Link::accepted(listener.accept().unwrap().0, None).unwrap().receive_first()
+        };
+        assert_eq!(said(b"").unwrap(), None);
+        for cut in [1, HEADER_BYTES] {
+            let error = said(&header[..cut]).unwrap_err().to_string();
+            assert_eq!(error, "the peer closed the connection");
+        }
+        let whole = said(&[&header[..], b"hello"].concat()).unwrap().unwrap();
+        assert_eq!(whole.payload, b"hello");
     }
 
     #[test]

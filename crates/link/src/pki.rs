@@ -1,13 +1,16 @@
 //! A small certificate authority: one for the hosts that know each other, and
 //! one certificate for each of them.
 
+mod authority;
 mod ledger;
 mod revocation;
 
 pub use revocation::{REVOKED, Revoked, is_certified, revoke};
 
+use authority::Authority;
+
 use rcgen::{
-    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair,
     KeyUsagePurpose, PKCS_ECDSA_P256_SHA256, PublicKeyData, SignatureAlgorithm, date_time_ymd,
 };
 use serde::Serialize;
@@ -24,6 +27,8 @@ use understudy_report::error::{ErrorKind, HostError, cannot};
 pub const CA_CERT: &str = "ca.pem";
 /// The CA's key, which no host needs.
 pub const CA_KEY: &str = "ca.key";
+/// All that an authority keeps.
+const FILES: [&str; 5] = [CA_CERT, CA_KEY, REVOKED, revocation::INDEX, ledger::LEDGER];
 
 /// Days that a host's certificate is valid unless somebody says otherwise.
 pub const HOST_DAYS: u32 = 825;
@@ -54,11 +59,13 @@ fn make_private(directory: &Path) -> Result<(), HostError> {
 /// The same, valid from `now` on.
 pub fn init_at(now: SystemTime, directory: &Path) -> Result<Written, HostError> {
     make_private(directory)?;
+    // A key without the certificate that is there would sign what no host takes.
+    refuse_existing(FILES.map(|file| directory.join(file)))?;
     let key = KeyPair::generate().map_err(internal)?;
     let certificate = ca_params(now)?.self_signed(&key).map_err(internal)?;
     let written = Written { cert: directory.join(CA_CERT), key: directory.join(CA_KEY) };
     write(&written, &certificate.pem(), &key.serialize_pem())?;
-    revocation::begin(directory)?;
+    Authority::open(directory)?.begin_list()?;
     Ok(written)
 }
 
@@ -99,12 +106,12 @@ fn issue_from(
     let name: HostName = name
         .parse()
         .map_err(|error: NameError| HostError::new(ErrorKind::Invalid, error.to_string()))?;
-    let issuer = issuer(directory, now)?;
+    let authority = Authority::open(directory)?;
     let key = KeyPair::generate().map_err(internal)?;
-    let certificate = host_params(now, &name, days)?.signed_by(&key, &issuer).map_err(internal)?;
+    let certificate = authority.sign(host_params(now, &name, days)?, &key)?;
     let path = |ending: &str| into.join(format!("{name}.{ending}"));
     let written = Written { cert: path("pem"), key: path("key") };
-    refuse_overwriting(&written)?;
+    refuse_existing([&written.key, &written.cert])?;
     ledger::note(directory, certificate.der())?;
     write(&written, &certificate.pem(), &key.serialize_pem())?;
     Ok(written)
@@ -159,29 +166,10 @@ pub fn certify(
     key: &PublicKey,
     days: u32,
 ) -> Result<String, HostError> {
-    let now = SystemTime::now();
-    let issuer = issuer(directory, now)?;
-    let certificate = host_params(now, name, days)?.signed_by(key, &issuer).map_err(internal)?;
+    let authority = Authority::open(directory)?;
+    let certificate = authority.sign(host_params(SystemTime::now(), name, days)?, key)?;
     ledger::note(directory, certificate.der())?;
     Ok(certificate.pem())
-}
-
-fn issuer(directory: &Path, now: SystemTime) -> Result<Issuer<'static, KeyPair>, HostError> {
-    let ca_key = directory.join(CA_KEY);
-    let text = fs::read_to_string(&ca_key).map_err(|error| match error.kind() {
-        io::ErrorKind::NotFound => {
-            let message = format!(
-                "there is no CA in {}: make one with `understudy pki init`",
-                directory.display()
-            );
-            HostError::new(ErrorKind::NotFound, message)
-        }
-        _ => cannot("read", &ca_key, &error),
-    })?;
-    let ca_key = KeyPair::from_pem(&text).map_err(|error| {
-        HostError::new(ErrorKind::Invalid, format!("{}: {error}", ca_key.display()))
-    })?;
-    Ok(Issuer::new(ca_params(now)?, ca_key))
 }
 
 fn moment(time: SystemTime) -> OffsetDateTime {
@@ -225,9 +213,9 @@ fn valid_for(
 }
 
 /// What exists may be in use.
-fn refuse_overwriting(written: &Written) -> Result<(), HostError> {
-    let existing = [&written.key, &written.cert].into_iter().find(|path| path.exists());
-    existing.map_or(Ok(()), |path| Err(exists(path)))
+fn refuse_existing(paths: impl IntoIterator<Item = impl AsRef<Path>>) -> Result<(), HostError> {
+    let existing = paths.into_iter().find(|path| path.as_ref().exists());
+    existing.map_or(Ok(()), |path| Err(exists(path.as_ref())))
 }
 
 fn exists(path: &Path) -> HostError {
@@ -280,6 +268,42 @@ mod tests {
         let host = issue(&pki, "b", 1).unwrap();
         assert_eq!(mode(&host.key), 0o600);
         assert!(issue(&pki, "b", 1).unwrap_err().message.contains("exists"));
+    }
+
+    /// A key was left behind, with which lists were signed that no host could take.
+    #[test]
+    fn an_authority_that_is_not_made_leaves_no_key_behind() {
+        let directory = tempfile::tempdir().unwrap();
+        init(&directory.path().join("of-another")).unwrap();
+        for file in FILES {
+            let pki = directory.path().join(file);
+            fs::create_dir(&pki).unwrap();
+            fs::copy(directory.path().join("of-another").join(CA_CERT), pki.join(file)).unwrap();
+            let error = init(&pki).unwrap_err();
+            assert!(error.kind == ErrorKind::Conflict && error.message.contains(file), "{error}");
+            assert_eq!(fs::read_dir(&pki).unwrap().count(), 1, "{file}");
+        }
+    }
+
+    #[test]
+    fn what_is_signed_is_signed_with_the_key_of_the_certificate() {
+        let directory = tempfile::tempdir().unwrap();
+        let (own, other) = (directory.path().join("own"), directory.path().join("other"));
+        for pki in [&own, &other] {
+            init(pki).unwrap();
+            issue(pki, "a", 1).unwrap();
+        }
+        let list = fs::read(own.join(REVOKED)).unwrap();
+        fs::copy(other.join(CA_KEY), own.join(CA_KEY)).unwrap();
+        let key = PublicKey::parse(HostKey::generate().unwrap().public().to_vec()).unwrap();
+        let certified = certify(&own, &"b".parse().unwrap(), &key, 1).map(drop);
+        let issued = issue(&own, "b", 1).map(drop);
+        for refused in [certified, issued, revoke(&own, "a").map(drop)] {
+            let error = refused.unwrap_err().message;
+            assert!(error.contains("is not the key of") && error.contains(CA_CERT), "{error}");
+        }
+        assert!(!own.join("b.pem").exists() && !is_certified(&own, "b").unwrap());
+        assert_eq!(fs::read(own.join(REVOKED)).unwrap(), list);
     }
 
     #[test]

@@ -12,7 +12,7 @@ use crate::machine::Fittings;
 use crate::pause::Pauser;
 use crate::process::{Process, connect};
 use crate::qemu_log::QEMU_LOG;
-use crate::tpm::Tpm;
+use crate::tpm::{self, Tpm};
 use crate::tracking::logged;
 use crate::watching::Watching;
 use crate::{Machine, OnEvent};
@@ -182,7 +182,8 @@ impl Machine {
             disk_errors: DiskErrors::default(),
         });
         let started = connect(&process, &listener, monitors);
-        let (agent, mut monitor, events) = started.map_err(|error| process.explain(error))?;
+        let explain = |error| tpm::explain(process.explain(error), plan.run_dir);
+        let (agent, mut monitor, events) = started.map_err(explain)?;
         let heard = process.clone().interpreted(plan.on_event.clone());
         let hearing = Hearing::begin(events, heard, relay)?;
         #[cfg(feature = "fail-points")]

@@ -21,6 +21,7 @@ macro_rules! planted {
     };
 }
 
+pub mod adoption;
 pub mod autostart;
 mod backup;
 mod delivery;

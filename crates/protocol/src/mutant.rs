@@ -56,6 +56,8 @@ mutants! {
     FreezeNothing,
     /// A primary goes on alone when protection is ended, before its backup has let go.
     LeaveWithoutWord,
+    /// A backup that was told to forget the VM is to acknowledge epochs all the same.
+    HurryTheForgetful,
     /// The primary forgets that a backup may take over with its very first epoch.
     EntitledTooLate,
     /// A planned fail-over does not wait for the last epoch.
@@ -140,6 +142,8 @@ mutants! {
     KeepTheSick,
     /// An attempt to protect the VM that failed is not followed by another.
     StayWithAttempt,
+    /// An attempt to protect the VM is charged with the end of one before, and what is protected all the same is not heeded.
+    ChargeTheNext,
     /// A mirror counts as an image that the guest ran on.
     MirrorCounts,
     /// A valid image is concluded although hosts are silent that may have run it.

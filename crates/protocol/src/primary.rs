@@ -28,6 +28,10 @@ pub const STALL: Duration = Duration::from_millis(40);
 /// takes is bounded by the log that it has yet to execute, and by its disks.
 const HAND_OVER_PATIENCE: Duration = Duration::from_secs(10);
 
+/// A backup that was told to forget the VM, and lives, must have done so within this time: it may have
+/// to end a QEMU with much memory, and to bring a disk's mirror to stable storage. Output waits for that.
+const STAND_DOWN_PATIENCE: Duration = Duration::from_secs(3);
+
 /// Checkpoints that may be captured and not yet acknowledged.
 pub const PIPELINE_DEPTH: u64 = 2;
 
@@ -59,6 +63,8 @@ pub struct Primary {
     delivery: Delivery,
     /// Time at which the backup was told to take over.
     yielded: Option<Time>,
+    /// Time at which the backup was told to forget the VM.
+    stands_down: Option<Time>,
     /// Whether the guest's last state here was captured.
     captured_last: bool,
     /// The arbiter is asked before the backup hears that it is given up: one whose heart beats would
@@ -68,6 +74,8 @@ pub struct Primary {
     winner: Option<Ownership>,
     /// Whether this copy was halted for the sake of another host, which has the VM or is to take it.
     elsewhere: bool,
+    /// Whether another host was heard of to run the VM.
+    runs_elsewhere: bool,
 }
 
 impl Primary {
@@ -91,10 +99,12 @@ impl Primary {
             pipeline: PIPELINE_DEPTH,
             delivery: Delivery::new(EPOCH_BOUND, now),
             yielded: None,
+            stands_down: None,
             captured_last: false,
             peer_unaware: false,
             winner: None,
             elsewhere: false,
+            runs_elsewhere: false,
         }
     }
 
@@ -203,6 +213,12 @@ impl Primary {
         self.elsewhere
     }
 
+    /// Whether the guest goes on, on another host, from where it was here: nothing of what it did is lost. A copy that
+    /// died leaves the other host with its last checkpoint.
+    pub fn goes_on_elsewhere(&self) -> bool {
+        self.elsewhere && (self.captured_last || self.runs_elsewhere)
+    }
+
     /// The oldest epoch that is not acknowledged, the one that runs if no other, if it has not moved
     /// for long: another path may carry it.
     pub fn stuck(&self, now: Time) -> Option<Epoch> {
@@ -212,7 +228,7 @@ impl Primary {
             | PrimaryPhase::Contesting(_)
             | PrimaryPhase::Frozen(_) => None,
             _ => {
-                let waits = self.yielded.is_none() && self.delivery.is_stuck(now);
+                let waits = self.awaits_epochs() && self.delivery.is_stuck(now);
                 waits.then(|| self.committed.next())
             }
         }
@@ -225,10 +241,25 @@ impl Primary {
             PrimaryPhase::Contesting(_) | PrimaryPhase::Frozen(_) => self.retry_at,
             _ => {
                 let taken_over = self.yielded.map(|at| at + HAND_OVER_PATIENCE);
-                let delivered = self.delivery.deadline().filter(|_| self.yielded.is_none());
-                [Some(self.detector.deadline()), taken_over, delivered].into_iter().flatten().min()
+                let delivered = self.delivery.deadline().filter(|_| self.awaits_epochs());
+                let due =
+                    [Some(self.detector.deadline()), taken_over, self.forgotten_by(), delivered];
+                due.into_iter().flatten().min()
             }
         }
+    }
+
+    /// Time by which the backup must have forgotten the VM, if it was told to. An epoch before that word
+    /// may be long, as long as it moves.
+    fn forgotten_by(&self) -> Option<Time> {
+        let by = self.stands_down? + STAND_DOWN_PATIENCE;
+        Some(self.delivery.deadline().map_or(by, |delivered| delivered.max(by)))
+    }
+
+    /// Whether the backup is to acknowledge what is on its way: not once it was told its last.
+    fn awaits_epochs(&self) -> bool {
+        let was_let_go = self.stands_down.is_some() && !planted!(HurryTheForgetful);
+        self.yielded.is_none() && !was_let_go
     }
 
     /// Takes one event; appends what must be done to `actions`.
@@ -250,7 +281,8 @@ impl Primary {
                     self.peer_useless(reason, actions);
                 }
             }
-            PrimaryEvent::Unprotect => self.unprotect(actions),
+            PrimaryEvent::Unprotect => self.unprotect(now, actions),
+            PrimaryEvent::StillWanted => self.unprotect_asked = false,
             PrimaryEvent::StoodDown => self.stood_down(actions),
             PrimaryEvent::LiveElsewhere(generation) => self.live_elsewhere(generation, actions),
             PrimaryEvent::GuestDied(reason) => self.guest_died(reason, actions),
@@ -366,7 +398,12 @@ impl Primary {
                         let reason = format!("the backup has not taken over for {patience} s");
                         self.peer_useless(reason, actions);
                     }
-                } else if let Some(late) = self.delivery.late(now) {
+                } else if self.forgotten_by().is_some_and(|by| now > by) {
+                    let patience = STAND_DOWN_PATIENCE.as_secs();
+                    let reason = format!("the backup has not forgotten it for {patience} s");
+                    self.peer_useless(reason, actions);
+                } else if let Some(late) = self.delivery.late(now).filter(|_| self.awaits_epochs())
+                {
                     self.peer_useless(self.undelivered(late), actions);
                 }
             }
@@ -384,7 +421,7 @@ impl Primary {
         }
     }
 
-    fn unprotect(&mut self, actions: &mut Vec<PrimaryAction>) {
+    fn unprotect(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         self.unprotect_asked = true;
         match self.phase {
             _ if planted!(LeaveWithoutWord) && self.phase == PrimaryPhase::Protected => {
@@ -397,6 +434,7 @@ impl Primary {
             }
             PrimaryPhase::Syncing | PrimaryPhase::Protected => {
                 self.phase = PrimaryPhase::StandingDown;
+                self.stands_down = Some(now);
                 actions.push(PrimaryAction::StandDown);
             }
             _ => {}
@@ -406,13 +444,15 @@ impl Primary {
     fn stood_down(&mut self, actions: &mut Vec<PrimaryAction>) {
         if self.phase == PrimaryPhase::StandingDown {
             actions.push(PrimaryAction::ClosePeer);
-            self.alone(None, actions);
+            let late = "the backup has forgotten it later than was waited for".to_owned();
+            self.alone((!self.unprotect_asked).then_some(late), actions);
         }
     }
 
     fn guest_died(&mut self, reason: String, actions: &mut Vec<PrimaryAction>) {
         match self.phase {
-            PrimaryPhase::Protected | PrimaryPhase::HandingOver | PrimaryPhase::StandingDown => {
+            // A backup that is told to forget the VM takes nothing over any more.
+            PrimaryPhase::Protected | PrimaryPhase::HandingOver => {
                 self.end_permit(actions);
                 actions.push(PrimaryAction::YieldToBackup);
                 self.halt(reason, actions);

@@ -234,6 +234,71 @@ fn a_backup_that_does_not_take_what_it_is_handed_is_given_up() {
     );
 }
 
+// Before, the epochs that it acknowledged no more were its loss.
+#[test]
+fn a_backup_has_time_to_forget_the_vm_and_not_for_ever() {
+    let mut primary = fresh();
+    handle(&mut primary, 1, PrimaryEvent::Captured);
+    handle(&mut primary, 2, PrimaryEvent::Acknowledged(Epoch(1)));
+    assert_eq!(handle(&mut primary, 10, PrimaryEvent::Unprotect), [PrimaryAction::StandDown]);
+    handle(&mut primary, 20, PrimaryEvent::Captured);
+    let mut silent = primary.clone();
+    let lost = [PrimaryAction::ClosePeer, PrimaryAction::Contest(Generation(1))];
+    assert_eq!(handle(&mut silent, 1_900, PrimaryEvent::Tick), lost);
+    for ms in (30..3_010).step_by(20) {
+        handle(&mut primary, ms, PrimaryEvent::Heard);
+        assert_eq!(handle(&mut primary, ms, PrimaryEvent::Tick), [], "{ms} ms");
+        assert!(primary.deadline() > Some(Time(Duration::from_millis(ms))), "it would never rest");
+    }
+    let mut hanging = primary.clone();
+    let contest = [PrimaryAction::Contest(Generation(1))];
+    assert_eq!(handle(&mut hanging, 3_020, PrimaryEvent::Tick), contest);
+    assert!(matches!(hanging.phase(), PrimaryPhase::Contesting(_)));
+    let alone = [PrimaryAction::ClosePeer, PrimaryAction::OpenOutput];
+    assert_eq!(handle(&mut primary, 3_020, PrimaryEvent::StoodDown), alone);
+
+    // Before, it was to go on where it was being forgotten.
+    let mut dies = fresh();
+    handle(&mut dies, 1, PrimaryEvent::Captured);
+    handle(&mut dies, 2, PrimaryEvent::Acknowledged(Epoch(1)));
+    handle(&mut dies, 10, PrimaryEvent::Unprotect);
+    let actions = handle(&mut dies, 11, PrimaryEvent::GuestDied("QEMU was killed".to_owned()));
+    assert!(!actions.contains(&PrimaryAction::YieldToBackup), "{actions:?}");
+    assert!(matches!(dies.phase(), PrimaryPhase::Halted(_)) && !dies.is_elsewhere());
+}
+
+// Before, a VM that should be protected was not, and nothing said so.
+#[test]
+fn an_end_of_protection_that_nobody_waits_for_any_more_is_a_loss() {
+    let mut primary = fresh();
+    handle(&mut primary, 1, PrimaryEvent::Captured);
+    handle(&mut primary, 2, PrimaryEvent::Acknowledged(Epoch(1)));
+    handle(&mut primary, 3, PrimaryEvent::Unprotect);
+    assert_eq!(handle(&mut primary, 4, PrimaryEvent::StillWanted), []);
+    let mut again = primary.clone();
+    handle(&mut primary, 5, PrimaryEvent::StoodDown);
+    assert!(matches!(primary.phase(), PrimaryPhase::Alone(Some(_))), "{:?}", primary.phase());
+    handle(&mut again, 5, PrimaryEvent::Unprotect);
+    handle(&mut again, 6, PrimaryEvent::StoodDown);
+    assert_eq!(*again.phase(), PrimaryPhase::Alone(None));
+}
+
+// Before, it had gone over as its operator wanted, and nothing was wrong.
+#[test]
+fn a_guest_that_died_before_its_last_checkpoint_does_not_go_on_where_it_was() {
+    let mut primary = fresh();
+    handle(&mut primary, 1, PrimaryEvent::Captured);
+    handle(&mut primary, 2, PrimaryEvent::Acknowledged(Epoch(1)));
+    let mut captured = primary.clone();
+    handle(&mut primary, 3, PrimaryEvent::GuestDied("QEMU was killed".to_owned()));
+    assert!(primary.is_elsewhere() && !primary.goes_on_elsewhere());
+    handle(&mut captured, 3, PrimaryEvent::CapturedLast);
+    assert!(!captured.goes_on_elsewhere(), "it is here");
+    handle(&mut captured, 4, PrimaryEvent::Acknowledged(Epoch(2)));
+    handle(&mut captured, 5, PrimaryEvent::LiveElsewhere(Generation(2)));
+    assert!(captured.goes_on_elsewhere());
+}
+
 /// A primary that a backup takes over from, in the midst of a contest.
 fn contesting() -> Primary {
     let mut primary = Primary::new(Generation(1), Duration::from_millis(100), Time::default());

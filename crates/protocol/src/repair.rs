@@ -63,7 +63,7 @@ pub enum RepairEvent {
     },
     /// The hosts' answers to a [`RepairAction::Survey`].
     Surveyed(Vec<Candidate>),
-    /// The first synchronisation is complete.
+    /// The first synchronisation is complete: to be told as long as that is [awaited](Repair::awaits_protection).
     Protected,
     /// The end: nobody wants protection any more, or the VM has gone.
     Ended,
@@ -80,6 +80,11 @@ pub enum RepairAction {
     Attempt(HostName),
     /// Give the backup up, for this reason: another host would take the VM.
     Replace(String),
+}
+
+/// Whether the loss of a session is history: another one is under way since, and tells of its own.
+pub fn is_history<S: PartialEq>(of: &S, under_way: Option<&S>) -> bool {
+    under_way.is_some_and(|under_way| under_way != of) && !planted!(ChargeTheNext)
 }
 
 /// The phase in which the repair is.
@@ -139,6 +144,15 @@ impl Repair {
     /// The reason why the VM is not protected, for people.
     pub fn reason(&self) -> &str {
         &self.reason
+    }
+
+    /// Whether it matters that the VM is protected, whoever saw to that: [`RepairEvent::Protected`] is to be told.
+    pub fn awaits_protection(&self) -> bool {
+        match self.phase {
+            RepairPhase::Idle | RepairPhase::Replacing(_) => false,
+            RepairPhase::Attempting(_) => true,
+            RepairPhase::Surveying | RepairPhase::Waiting(_) => !planted!(ChargeTheNext),
+        }
     }
 
     /// Time at which [`RepairEvent::Tick`] is due next, if nothing else happens.

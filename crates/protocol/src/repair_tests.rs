@@ -100,6 +100,28 @@ fn a_host_that_failed_comes_last_for_a_while() {
     assert_eq!(step(&mut repair, 80_000, found()), attempt("b"), "forgiven");
 }
 
+// Before, it surveyed on and on, said that no host took a VM which was protected, and bore with any sick backup.
+#[test]
+fn a_loss_of_an_attempt_before_is_history_and_charged_to_no_other() {
+    let mut repair = Repair::default();
+    step(&mut repair, 0, lost("x"));
+    step(&mut repair, 0, RepairEvent::Surveyed(vec![fit("b", 9), fit("c", 1)]));
+    assert_eq!(step(&mut repair, 1, lost("its second member was refused")), attempt("c"));
+    let (former, present) = ("session with b", "session with c");
+    assert!(is_history(&former, Some(&present)));
+    assert!(!is_history(&present, Some(&present)) && !is_history(&former, None));
+    // However it comes about that it waits, it is protected.
+    let mut waits = repair.clone();
+    assert_eq!(step(&mut waits, 2, lost("x")), []);
+    assert!(matches!(waits.phase(), RepairPhase::Waiting(_)));
+    for mut repair in [repair, waits] {
+        assert!(repair.awaits_protection());
+        assert_eq!(step(&mut repair, 3, RepairEvent::Protected), []);
+        assert!(!repair.awaits_protection());
+        assert_eq!(step(&mut repair, 4, sick()), [RepairAction::Survey]);
+    }
+}
+
 fn sick() -> RepairEvent {
     sick_for(1)
 }

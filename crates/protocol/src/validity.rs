@@ -54,6 +54,12 @@ impl ImageRecord {
         self.generation.max(claimed_from.unwrap_or_default())
     }
 
+    /// Whether somebody had the VM since, if this is the newest generation that the arbiter knows. The next one is that of a
+    /// hand-back, or of a claim of this host.
+    pub fn is_behind(&self, newest: Generation) -> bool {
+        newest > self.newest_until().next()
+    }
+
     /// The generation at which the guest ran on these images, if it ever did.
     pub fn ran_at(&self) -> Option<Generation> {
         match self.role {
@@ -96,6 +102,18 @@ pub struct Evidence {
     pub silent: Vec<HostName>,
     /// The arbiter's word.
     pub arbiter: ArbiterWord,
+}
+
+impl Evidence {
+    /// The arbiter's word, if it counts: whoever answers knows of no generation that the arbiter does not. One that was
+    /// set up anew, or restored from an older copy, cannot say who ran the VM last.
+    pub fn word(&self) -> &ArbiterWord {
+        let known = self.records.iter().map(ImageRecord::newest_until).max().unwrap_or_default();
+        match known > self.arbiter.generation() {
+            true => &ArbiterWord::Silent,
+            false => &self.arbiter,
+        }
+    }
 }
 
 /// The finding which images are valid.
@@ -147,12 +165,17 @@ enum Newer {
 fn newer_possible(evidence: &Evidence, images: &ImageRecord) -> Newer {
     let (host, until) = (&images.host, images.newest_until());
     let ran = format!("host {host} ran it at generation {}", images.generation);
-    let ArbiterWord::Says(ownership) = &evidence.arbiter else {
+    let ArbiterWord::Says(ownership) = evidence.word() else {
         return match evidence.silent.as_slice() {
             _ if planted!(ConcludeFromSilence) => Newer::No(ran),
             [] => Newer::No(format!("{ran}, and no other host ran it later")),
-            silent => Newer::Perhaps(format!(
+            silent if evidence.arbiter == ArbiterWord::Silent => Newer::Perhaps(format!(
                 "neither the arbiter nor {} can be asked: make one of them reachable",
+                hosts(silent)
+            )),
+            silent => Newer::Perhaps(format!(
+                "the arbiter has lost its records of it, and {} may have run it since: make them \
+                 reachable",
                 hosts(silent)
             )),
         };
@@ -162,6 +185,14 @@ fn newer_possible(evidence: &Evidence, images: &ImageRecord) -> Newer {
         return Newer::No(format!("{ran}, the newest that the arbiter knows"));
     }
     let owner = ownership.as_ref().and_then(|owner| owner.host.as_ref());
+    // Whoever wins a VM and runs it has a record of it, of a mirror at first: one without has lost what it had.
+    let unknown = |owner: &&HostName| !has_record(evidence, owner) && !planted!(SilentNeverRan);
+    if let Some(owner) = owner.filter(unknown) {
+        return Newer::Perhaps(format!(
+            "the arbiter says that host {owner} won it at generation {newest}, and that host {}",
+            what_it_lacks(evidence, owner)
+        ));
+    }
     // Only the owners of the generations in between can have run it since.
     if until.next() == newest {
         match owner {
@@ -176,25 +207,15 @@ fn newer_possible(evidence: &Evidence, images: &ImageRecord) -> Newer {
                     "{ran}, and went on with it alone at generation {newest}"
                 ));
             }
-            Some(owner) if has_answered(evidence, owner) || planted!(SilentNeverRan) => {
+            Some(owner) => {
                 return Newer::No(format!(
                     "{ran}; host {owner} won generation {newest} but never started the guest: it \
                      has no activation record"
                 ));
             }
-            Some(owner) => {
-                return Newer::Perhaps(format!(
-                    "the arbiter says that host {owner} won it at generation {newest}, and that \
-                     host does not answer: start its daemon"
-                ));
-            }
         }
     }
-    let mut unknown = evidence.silent.clone();
-    unknown.extend(owner.filter(|owner| !has_answered(evidence, owner)).cloned());
-    unknown.sort();
-    unknown.dedup();
-    match unknown.as_slice() {
+    match evidence.silent.as_slice() {
         [] => Newer::No(format!("{ran}, and no other host ran it later")),
         unknown => Newer::Perhaps(format!(
             "the arbiter knows generation {newest}, and {} may have run it since: make them \
@@ -214,9 +235,19 @@ fn how_it_ended(evidence: &Evidence, host: &HostName) -> &'static str {
     }
 }
 
-fn has_answered(evidence: &Evidence, host: &HostName) -> bool {
+fn has_record(evidence: &Evidence, host: &HostName) -> bool {
     evidence.records.iter().any(|record| record.host == *host)
-        || evidence.without.iter().any(|other| other == host)
+}
+
+/// Reason why nothing can be concluded of a VM's owner, and what its operator can do.
+fn what_it_lacks(evidence: &Evidence, owner: &HostName) -> &'static str {
+    match evidence.without.contains(owner) {
+        true => {
+            "has no record of it: is its state directory mounted? If what it had is gone for good, \
+             `recover --force` starts what is left"
+        }
+        false => "does not answer: start its daemon",
+    }
 }
 
 fn nobody_ran_it(evidence: &Evidence) -> String {
@@ -244,12 +275,17 @@ fn hosts(names: &[HostName]) -> String {
 }
 
 /// Whether `host` may start the VM afresh on its own images; the error says why not.
-/// Nobody else is asked: what is refused here, [`judge`] may still find valid.
+/// Nobody else is asked: what is refused here, [`judge`] may still find valid. Of a host without an
+/// arbiter only its own record counts.
 pub fn may_start(
     host: &HostName,
     own: Option<&ImageRecord>,
-    ownership: Option<&Ownership>,
+    arbiter: &ArbiterWord,
 ) -> Result<(), String> {
+    let ownership = match arbiter {
+        ArbiterWord::Says(ownership) => ownership.as_ref(),
+        ArbiterWord::Silent => None,
+    };
     if let Some(owner) = ownership.and_then(|owner| owner.host.as_ref()) {
         if owner != host && !planted!(StartForeign) {
             return Err(format!(
@@ -283,8 +319,15 @@ pub fn may_start(
             ));
         }
     }
-    let newest = ownership.map_or(Generation(0), |owner| owner.generation);
-    if newest > own.newest_until().next() {
+    let newest = arbiter.generation();
+    if *arbiter != ArbiterWord::Silent && own.newest_until() > newest {
+        return Err(format!(
+            "the images on host {host} are of generation {generation}, and the arbiter knows only \
+             generation {newest}: it is a new one, or has lost its records, and another host may have \
+             run it since"
+        ));
+    }
+    if own.is_behind(newest) {
         return Err(format!(
             "its images on host {host} are stale: they are of generation {generation}, and the \
              arbiter knows generation {newest}"

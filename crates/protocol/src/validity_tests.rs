@@ -1,5 +1,4 @@
 use super::*;
-use crate::literal;
 use proptest::prelude::*;
 
 const HOSTS: [&str; 3] = ["a", "b", "c"];
@@ -52,26 +51,39 @@ fn nothing_is_concluded_when_the_winner_is_silent() {
     let a = vec![record("a", ImageRole::Active, 1)];
     assert_eq!(valid_on(&evidence(a.clone(), &["b"], owned_by(Some("b"), 2))), None);
     assert_eq!(valid_on(&evidence(a.clone(), &["b"], ArbiterWord::Silent)), None);
-    let without = Evidence { without: vec![name("b")], ..evidence(a, &[], owned_by(Some("b"), 2)) };
-    assert_eq!(valid_on(&without).unwrap(), "a");
+    let mirror = vec![record("a", ImageRole::Active, 1), record("b", ImageRole::Mirror, 1)];
+    assert_eq!(valid_on(&evidence(mirror, &[], owned_by(Some("b"), 2))).unwrap(), "a");
+}
+
+// Before, a winner whose state directory was not mounted vouched that it had never run the VM: day-old images came up by
+// themselves.
+#[test]
+fn nothing_is_concluded_when_the_winner_has_lost_its_record() {
+    for generation in [2, 5] {
+        let a = vec![record("a", ImageRole::Active, 1)];
+        let owned = evidence(a, &[], owned_by(Some("b"), generation));
+        let found = judge(&Evidence { without: vec![name("b"), name("c")], ..owned });
+        let Finding::Undecided(why) = found else { panic!("{found:?}") };
+        assert!(why.contains("is its state directory mounted?"), "{why}");
+        assert!(why.contains("`recover --force`"), "{why}");
+    }
+    let given_back = evidence(vec![record("a", ImageRole::Cut, 1)], &[], owned_by(None, 2));
+    let never_had_it = Evidence { without: vec![name("b")], ..given_back };
+    assert_eq!(valid_on(&never_had_it).unwrap(), "a");
 }
 
 #[test]
 fn a_fresh_start_wants_the_newest_images() {
-    let owner = |host: Option<&str>, generation| Ownership {
-        host: host.map(name),
-        generation: Generation(generation),
-    };
     let stopped = record("a", ImageRole::Stopped, 1);
-    assert!(may_start(&name("a"), None, None).is_ok());
-    assert!(may_start(&name("a"), Some(&stopped), Some(&owner(None, 2))).is_ok());
-    let words = may_start(&name("a"), Some(&stopped), Some(&owner(None, 4))).unwrap_err();
+    assert!(may_start(&name("a"), None, &ArbiterWord::Says(None)).is_ok());
+    assert!(may_start(&name("a"), Some(&stopped), &ArbiterWord::Silent).is_ok(), "it has none");
+    assert!(may_start(&name("a"), Some(&stopped), &owned_by(None, 2)).is_ok());
+    let words = may_start(&name("a"), Some(&stopped), &owned_by(None, 4)).unwrap_err();
     assert!(words.contains("stale") && words.contains("generation 4"), "{words}");
-    assert!(
-        may_start(&name("a"), None, Some(&owner(Some("b"), 2))).unwrap_err().contains("host b")
-    );
+    let words = may_start(&name("a"), None, &owned_by(Some("b"), 2)).unwrap_err();
+    assert!(words.contains("host b"), "{words}");
     for role in [ImageRole::Stale, ImageRole::Mirror, ImageRole::Syncing] {
-        assert!(may_start(&name("a"), Some(&record("a", role, 1)), Some(&owner(None, 2))).is_err());
+        assert!(may_start(&name("a"), Some(&record("a", role, 1)), &owned_by(None, 2)).is_err());
     }
 }
 
@@ -83,8 +95,7 @@ fn a_start_that_was_claimed_and_came_to_nothing_makes_no_images_stale() {
         ..record("a", ImageRole::Cut, 1)
     };
     let may = |from, host, at| {
-        let owner = Ownership { host: Some(name(host)), generation: Generation(at) };
-        may_start(&name("a"), Some(&claimed(from)), Some(&owner)).is_ok()
+        may_start(&name("a"), Some(&claimed(from)), &owned_by(Some(host), at)).is_ok()
     };
     // At the arbiter the last start came to its claim, or did not.
     for (from, at) in [(2, 3), (3, 3), (3, 4)] {
@@ -114,10 +125,28 @@ fn a_guest_that_was_cut_is_not_said_to_have_stopped_in_order() {
         assert!(!said(role).contains("in order"), "{}", said(role));
     }
     assert!(said(ImageRole::Cut).contains("power was cut"));
-    let released = Ownership { host: None, generation: Generation(2) };
-    assert!(
-        may_start(&literal("a"), Some(&record("a", ImageRole::Cut, 1)), Some(&released)).is_ok()
-    );
+    let cut = record("a", ImageRole::Cut, 1);
+    assert!(may_start(&name("a"), Some(&cut), &owned_by(None, 2)).is_ok());
+}
+
+// Before, an arbiter that was set up anew, or restored, called the first host's images the newest while the one that had won
+// since was silent.
+#[test]
+fn an_arbiter_that_knows_less_than_the_hosts_says_nothing() {
+    let a = record("a", ImageRole::Active, 3);
+    for word in [ArbiterWord::Says(None), owned_by(Some("a"), 2), owned_by(None, 2)] {
+        let alone = evidence(vec![a.clone()], &["b"], word.clone());
+        let Finding::Undecided(why) = judge(&alone) else { panic!("host b has had it since") };
+        assert!(why.contains("lost its records") && why.contains("host b"), "{why}");
+        let both = vec![a.clone(), record("b", ImageRole::Active, 4)];
+        assert_eq!(valid_on(&evidence(both, &[], word.clone())).unwrap(), "b");
+        assert_eq!(valid_on(&evidence(vec![a.clone()], &[], word.clone())).unwrap(), "a");
+        let refused = may_start(&name("a"), Some(&a), &word).unwrap_err();
+        assert!(refused.contains("lost its records"), "{refused}");
+    }
+    // A backup has seen a newer primary than an old copy of the arbiter's records names.
+    let mirror = vec![a.clone(), record("c", ImageRole::Mirror, 4)];
+    assert_eq!(valid_on(&evidence(mirror, &["b"], owned_by(Some("a"), 3))), None);
 }
 
 /// Three hosts and an arbiter, each step of which may be the last before a crash.
@@ -145,6 +174,10 @@ impl History {
         self.owner.as_ref().map_or(Generation(0), |owner| owner.generation)
     }
 
+    fn word(&self) -> ArbiterWord {
+        ArbiterWord::Says(self.owner.clone())
+    }
+
     fn note(&mut self, host: usize, role: ImageRole, generation: Generation) {
         self.records[host] = Some(record(HOSTS[host], role, generation.0));
     }
@@ -160,7 +193,7 @@ impl History {
 
     fn may_start(&self, host: usize) -> bool {
         let own = self.records[host].as_ref();
-        may_start(&name(HOSTS[host]), own, self.owner.as_ref()).is_ok() && self.knows(host)
+        may_start(&name(HOSTS[host]), own, &self.word()).is_ok() && self.knows(host)
     }
 
     /// Notes a claim before the arbiter is asked.
@@ -245,11 +278,7 @@ impl History {
             records: (0..3).filter(answered).filter_map(|h| self.records[h].clone()).collect(),
             without: names(&|host| !silent[host] && self.records[host].is_none()),
             silent: names(&|host| silent[host]),
-            arbiter: if arbiter_silent {
-                ArbiterWord::Silent
-            } else {
-                ArbiterWord::Says(self.owner.clone())
-            },
+            arbiter: if arbiter_silent { ArbiterWord::Silent } else { self.word() },
         }
     }
 }
@@ -288,7 +317,7 @@ proptest! {
             history.step(what, host, crash);
             for (host, own) in history.records.iter().enumerate() {
                 let own = own.as_ref();
-                let may = may_start(&name(HOSTS[host]), own, history.owner.as_ref());
+                let may = may_start(&name(HOSTS[host]), own, &history.word());
                 if own.is_some() && may.is_ok() {
                     prop_assert_eq!(history.newest, Some(host));
                 }

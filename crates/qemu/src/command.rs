@@ -18,16 +18,16 @@ use std::ffi::OsString;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 
-pub(crate) use disks::RECONNECT_SECONDS;
+pub(crate) use disks::{AHCI_SLOT, FIRST_DISK_SLOT, RECONNECT_SECONDS, SCSI_SLOT};
 pub use disks::{AHCI_SLOTS, MAX_SCSI_DISKS, MAX_VIRTIO_DISKS, ide_slots, scsi_drive};
 
 /// Cards go to PCI slots 0x10 to 0x1d; 0x1f is the chipset's on q35.
-const FIRST_CARD_SLOT: usize = 0x10;
+pub(crate) const FIRST_CARD_SLOT: u8 = 0x10;
 /// Cards that a VM may have.
 pub const MAX_CARDS: usize = 14;
 
 /// The controller of the guest agent's channel.
-const SERIAL_SLOT: usize = 0x0f;
+pub(crate) const SERIAL_SLOT: u8 = 0x0f;
 /// Sockets that QEMU makes in its directory.
 pub const VNC: &str = "vnc";
 /// The channel of the guest's agent.
@@ -321,7 +321,7 @@ fn cards(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
             CardModel::E1000e => "e1000e".to_owned(),
             CardModel::Rtl8139 => "rtl8139".to_owned(),
         };
-        let place = place(card.pci.as_ref(), FIRST_CARD_SLOT + n);
+        let place = place(card.pci.as_ref(), usize::from(FIRST_CARD_SLOT) + n);
         // No boot ROM: it is one more RAM block to carry, and VMs boot from disk.
         // (`rombar=0` would move it to a place with room for one card of a model.)
         args.pair(
@@ -381,6 +381,7 @@ fn virtio_options(interface: VirtioInterface) -> String {
     let interface = match interface {
         VirtioInterface::Legacy => "disable-modern=on,disable-legacy=off",
         VirtioInterface::Modern => "disable-modern=off,disable-legacy=on",
+        VirtioInterface::Transitional => "disable-modern=off,disable-legacy=off",
     };
     format!("{interface},ioeventfd=off")
 }

@@ -249,12 +249,15 @@ fn disks_boot_in_their_order_on_either_machine() {
 }
 
 #[test]
-fn guests_without_legacy_drivers_get_the_modern_interface() {
+fn guests_get_the_interface_of_their_drivers() {
     let (vm, resources) = two_of_each();
-    let modern = VmDefinition { virtio: Some(VirtioInterface::Modern), ..vm };
-    assert!(
-        lines(&modern, &resources).contains("virtio-blk-pci,disable-modern=off,disable-legacy=on,")
-    );
+    for (interface, legacy) in
+        [(VirtioInterface::Modern, "on"), (VirtioInterface::Transitional, "off")]
+    {
+        let line = lines(&VmDefinition { virtio: Some(interface), ..vm.clone() }, &resources);
+        let options = format!("virtio-blk-pci,disable-modern=off,disable-legacy={legacy},");
+        assert!(line.contains(&options), "{line}");
+    }
 }
 
 #[test]

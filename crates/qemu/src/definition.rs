@@ -6,6 +6,7 @@ mod foreign;
 mod memory_size;
 mod parse;
 mod pci_place;
+mod places;
 mod validate;
 
 pub use checked::{CheckedDefinition, Problems};
@@ -379,6 +380,9 @@ pub enum VirtioInterface {
     Legacy,
     /// The interface as since virtio 1.0, for guests without drivers for the other.
     Modern,
+    /// Both, as QEMU's own default on a bus of plain PCI: a guest knows its devices by numbers of their own, not by those of
+    /// the modern ones.
+    Transitional,
 }
 
 /// QEMU's video cards.

@@ -240,6 +240,39 @@ fn devices_are_what_they_can_be() {
     }
 }
 
+// Before, QEMU refused it when the VM was started, in words of its own.
+#[test]
+fn two_devices_have_never_the_same_place() {
+    let place = |slot, function| PciPlace::new("pcie.0", slot, function);
+    let device = |vm: &mut VmDefinition, options: &str| {
+        vm.qemu_args.extend(["-device".to_owned(), options.to_owned()]);
+    };
+    for (found, words) in [
+        (
+            problems(|vm| vm.cards[0].pci = place(3, 0)),
+            "card[0].pci: card[0] is at pcie.0:03.0, the place of disk[0]; \"pcie.0:04.0\" is free",
+        ),
+        (
+            problems(|vm| device(vm, "qemu-xhci,id=usb,addr=0x3")),
+            "disk[0].pci: disk[0] is at pcie.0:03.0, the place of `-device qemu-xhci,id=usb,addr=0x3`",
+        ),
+        (
+            problems(|vm| (vm.guest_agent = true, device(vm, "edu,bus=pcie.0,addr=f.0")).0),
+            "qemu_args: `-device edu,bus=pcie.0,addr=f.0` is at pcie.0:0f.0, the place of the channel",
+        ),
+        (problems(|vm| vm.disks[0].pci = place(0x1f, 2)), "disk[0].pci: disk[0] is at pcie.0:1f.2"),
+    ] {
+        assert!(found.len() == 1 && found[0].starts_with(words), "{words}: {found:?}");
+    }
+    let apart = problems(|vm| {
+        device(vm, "pcie-root-port,id=pci.1,bus=pcie.0,addr=0x4.0x1,multifunction=on");
+        device(vm, "edu,bus=pci.1,addr=0x3");
+        device(vm, "edu,id=addr");
+        vm.cards[0].pci = PciPlace::new("pci.1", 0, 0);
+    });
+    assert_eq!(apart, [""; 0]);
+}
+
 #[test]
 fn too_many_devices_are_refused() {
     let mut vm = read(&folder(), FULL).unwrap();

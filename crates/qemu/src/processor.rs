@@ -29,6 +29,17 @@ const OF_THE_HOST: [&str; 4] = ["host-cache-info", "host-phys-bits", "hv-passthr
 /// Bytes of the name that a processor gives of its maker.
 const MOST_VENDOR_BYTES: usize = 12;
 
+/// Other names that QEMU has for features.
+const ALIASES: [(&str, &str); 7] = [
+    ("ffxsr", "fxsr-opt"),
+    ("i64", "lm"),
+    ("pclmuldq", "pclmulqdq"),
+    ("sse3", "pni"),
+    ("sse4-1", "sse4.1"),
+    ("sse4-2", "sse4.2"),
+    ("xd", "nx"),
+];
+
 /// The needs of a guest of a host's processor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuNeeds {
@@ -143,8 +154,8 @@ pub(crate) fn of_the_host(model: &str) -> Option<&'static str> {
 pub struct KvmProcessor {
     /// Features by model that it promises and this processor lacks.
     lacks: BTreeMap<String, Vec<String>>,
-    /// All that it can offer.
-    features: BTreeSet<String>,
+    /// Features that it cannot offer to any model.
+    absent: BTreeSet<String>,
 }
 
 impl KvmProcessor {
@@ -152,25 +163,32 @@ impl KvmProcessor {
     pub(crate) fn ask(connection: &mut Connection) -> Result<KvmProcessor, QmpError> {
         let models = connection.execute::<_, Vec<Model>>(&query_cpu_definitions {})?;
         let max = CpuModelInfo { name: "max".to_owned(), props: None };
-        let question = query_cpu_model_expansion { model: max, type_: CpuModelExpansionType::full };
-        let all: Expansion = connection.execute(&question)?;
-        let on = all.model.props.into_iter().filter(|(_, value)| *value == true);
-        Ok(KvmProcessor {
+        // In its static expansion a model has all features, and next to nothing else: other properties, as Hyper-V's, are
+        // off in `max` whatever the host can do, and QEMU itself refuses to start with one that it cannot give.
+        let question =
+            query_cpu_model_expansion { model: max, type_: CpuModelExpansionType::static_ };
+        Ok(KvmProcessor::of(models, connection.execute(&question)?))
+    }
+
+    fn of(models: Vec<Model>, max: Expansion) -> KvmProcessor {
+        let off = max.model.props.into_iter().filter(|(_, value)| *value == false);
+        KvmProcessor {
             lacks: models.into_iter().map(|model| (model.name, model.unavailable)).collect(),
-            features: on.map(|(feature, _)| feature).collect(),
-        })
+            absent: off.map(|(feature, _)| feature).collect(),
+        }
     }
 
     /// The features that a guest needs and this processor lacks.
     pub fn missing(&self, needs: &CpuNeeds) -> Vec<String> {
         let Some(model) = needs.model.as_deref() else { return Vec::new() };
-        let flags: BTreeMap<&str, bool> = flags(model).collect();
+        let flags: BTreeMap<String, bool> =
+            flags(model).map(|(flag, on)| (feature(flag), on)).collect();
         let promised = self.lacks.get(name(model)).into_iter().flatten();
-        let unwanted = |feature: &&String| flags.get(feature.as_str()) == Some(&false);
+        let unwanted = |name: &&String| flags.get(&feature(name)) == Some(&false);
         let mut missing: BTreeSet<String> =
             promised.filter(|feature| !unwanted(feature)).cloned().collect();
-        let asked = flags.iter().filter(|(flag, on)| **on && !self.features.contains(**flag));
-        missing.extend(asked.map(|(flag, _)| (*flag).to_owned()));
+        let asked = flags.iter().filter(|(flag, on)| **on && self.absent.contains(*flag));
+        missing.extend(asked.map(|(flag, _)| flag.clone()));
         missing.into_iter().collect()
     }
 }
@@ -178,6 +196,13 @@ impl KvmProcessor {
 /// A model's name, without the flags that may follow it.
 fn name(model: &str) -> &str {
     model.split(',').next().unwrap_or(model)
+}
+
+/// The name under which QEMU lists a feature.
+fn feature(flag: &str) -> String {
+    let flag = flag.replace('_', "-");
+    let alias = ALIASES.iter().find(|(alias, _)| *alias == flag);
+    alias.map_or(flag.clone(), |(_, name)| (*name).to_owned())
 }
 
 /// The features that a model's flags switch on or off; other properties have no yes or no.
@@ -216,13 +241,20 @@ struct Expanded {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
+    /// QEMU 10.0's answers, shortened: of `max` it has no word of `hv-time` or `enforce` here.
     fn processor() -> KvmProcessor {
-        let lacks = [("Westmere", vec![]), ("Haswell", vec!["avx2".to_owned(), "rtm".to_owned()])];
-        KvmProcessor {
-            lacks: lacks.map(|(name, lacks)| (name.to_owned(), lacks)).into(),
-            features: ["aes", "sse4.2"].map(str::to_owned).into(),
-        }
+        let models = json!([
+            {"name": "Westmere", "unavailable-features": []},
+            {"name": "Haswell", "unavailable-features": ["avx2", "rtm"]},
+        ]);
+        let max = json!({"model": {"name": "base", "props": {
+            "aes": true, "sse4.2": true, "sse4.1": false, "pni": false, "avx": false, "avx2": false,
+            "rtm": false, "kvm-pv-eoi": false, "family": 6, "model-id": "QEMU",
+        }}});
+        let (models, max) = (serde_json::from_value(models), serde_json::from_value(max));
+        KvmProcessor::of(models.unwrap(), max.unwrap())
     }
 
     fn missing(model: &str) -> Vec<String> {
@@ -237,6 +269,16 @@ mod tests {
         assert_eq!(missing("Haswell,-rtm,+aes"), ["avx2"]);
         assert_eq!(missing("Haswell,rtm=off,avx2=off"), [""; 0]);
         assert_eq!(missing("Westmere,+avx,sse4.2=on,level=11"), ["avx"]);
+        assert_eq!(missing("Westmere,sse4_1=on,+sse3"), ["pni", "sse4.1"]);
+        assert_eq!(missing("Westmere,+sse4_2,kvm_pv_eoi=on"), ["kvm-pv-eoi"]);
+    }
+
+    // Before, each was missing on every host, and no imported Windows started on KVM.
+    #[test]
+    fn a_property_that_is_no_feature_of_the_processor_is_left_to_qemu() {
+        let windows =
+            "Westmere,vme=off,hv-relaxed=on,hv-vapic=on,hv-time=on,hv_vpindex,enforce,l3-cache=on";
+        assert_eq!(missing(windows), [""; 0]);
     }
 
     #[test]

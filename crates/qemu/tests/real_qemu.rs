@@ -75,9 +75,11 @@ fn successor(letter: u8) -> u8 {
 
 #[test]
 fn a_guest_survives_a_hundred_checkpoints_and_the_death_of_its_qemu() {
-    for (format, machine, virtio) in
-        [("raw", "pc", VirtioInterface::Legacy), ("qcow2", "q35", VirtioInterface::Modern)]
-    {
+    for (format, machine, virtio) in [
+        ("raw", "pc", VirtioInterface::Legacy),
+        ("raw", "pc", VirtioInterface::Transitional),
+        ("qcow2", "q35", VirtioInterface::Modern),
+    ] {
         let folder = tempfile::tempdir().unwrap();
         let mut vm = definition(folder.path(), format);
         vm.machine = machine.to_owned();

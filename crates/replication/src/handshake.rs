@@ -358,7 +358,7 @@ impl Identity {
     ) -> anyhow::Result<(Link, PathIndex)> {
         let (dialler, host) = (self.clone(), peer.clone());
         let reach = move |address| dialler.reach(connect(address)?, &host, address);
-        let (link, path) = first_reached(addresses, reach)?;
+        let (link, path) = first_reached(addresses, STAGGER, reach)?;
         link.send_json(Kind::Hello, &self.hello(purpose(path)))?;
         Ok((link, path))
     }
@@ -468,10 +468,11 @@ fn first_that_answers<T>(
     Err(first_error.context("the peer has no address")?)
 }
 
-/// Reaches the first of a peer's addresses that answers; returns which one it is. Each is given a
-/// moment, then the next one is tried beside it: a dead path takes no time from one that is not.
+/// Reaches the first of a peer's addresses that answers; returns which one it is. Each is given the time
+/// `stagger`, then the next one is tried beside it: a dead path takes no time from one that is not.
 fn first_reached<T: Send + 'static>(
     addresses: &[SocketAddr],
+    stagger: Duration,
     reach: impl Fn(SocketAddr) -> anyhow::Result<T> + Clone + Send + 'static,
 ) -> anyhow::Result<(T, PathIndex)> {
     let (tell, told) = crossbeam_channel::unbounded();
@@ -485,7 +486,7 @@ fn first_reached<T: Send + 'static>(
                 // Whoever comes too late is not listened to any more, and hangs up.
                 let dial = move || drop(tell.send((path, reach(address))));
                 spawn(format!("dial-{address}"), dial).context("cannot start a thread")?;
-                told.recv_timeout(STAGGER).ok()
+                told.recv_timeout(stagger).ok()
             }
             _ => {
                 tell = None;
@@ -512,10 +513,11 @@ pub fn connect(address: SocketAddr) -> anyhow::Result<TcpStream> {
 }
 
 /// Reads a dialler's hello; refuses a version that is not spoken here, and a name that is not the
-/// dialler's own.
-pub fn answer(link: &Link) -> anyhow::Result<Hello> {
+/// dialler's own. None of a dialler that has hung up without a word.
+pub fn answer(link: &Link) -> anyhow::Result<Option<Hello>> {
+    let Some(first) = link.receive_first()? else { return Ok(None) };
     // The version first: the rest may look different in another one.
-    let hello: serde_json::Value = link.expect_json(Kind::Hello)?;
+    let hello: serde_json::Value = read_json(&first, Kind::Hello)?;
     if let Some(reason) = unspoken(&hello) {
         link.refuse(&reason);
         anyhow::bail!(reason);
@@ -525,7 +527,7 @@ pub fn answer(link: &Link) -> anyhow::Result<Hello> {
         link.refuse(&format!("{error:#}"));
         return Err(error);
     }
-    Ok(hello)
+    Ok(Some(hello))
 }
 
 /// The refusal of a hello of a version that is not spoken here, if it is.

@@ -122,7 +122,7 @@ fn a_dead_path_takes_no_time_from_one_that_is_not() {
         true => Err(dead.recv().unwrap_err().into()),
         false => Ok(address),
     };
-    let reached = first_reached(&addresses::<2>(), reach).unwrap();
+    let reached = first_reached(&addresses::<2>(), Duration::from_millis(1), reach).unwrap();
     assert_eq!(reached, (addresses::<2>()[1], PathIndex(1)));
     drop(leave);
 }
@@ -135,13 +135,16 @@ fn the_first_path_is_taken_where_it_answers_and_refusals_are_not_waited_for() {
         anyhow::ensure!(address != addresses::<3>()[0], "refused");
         Ok(())
     };
+    // However loaded the machine is, what is tried next is not tried for want of time.
+    let stagger = Duration::from_secs(60);
     let begun = std::time::Instant::now();
-    assert_eq!(first_reached(&addresses::<3>(), reach.clone()).unwrap(), ((), PathIndex(1)));
-    assert!(begun.elapsed() < Duration::from_secs(3));
+    let reached = first_reached(&addresses::<3>(), stagger, reach.clone());
+    assert_eq!(reached.unwrap(), ((), PathIndex(1)));
+    assert!(begun.elapsed() < stagger);
     assert_eq!(tried.try_iter().collect::<Vec<_>>(), addresses::<3>()[..2], "no third");
-    let error = first_reached(&addresses::<1>(), reach.clone()).unwrap_err();
+    let error = first_reached(&addresses::<1>(), stagger, reach.clone()).unwrap_err();
     assert_eq!(error.to_string(), "refused");
-    assert!(first_reached(&[], reach).unwrap_err().to_string().contains("no address"));
+    assert!(first_reached(&[], stagger, reach).unwrap_err().to_string().contains("no address"));
 }
 
 /// The answer that a dialler about a VM gets from a peer that has a keeper of it.
@@ -151,11 +154,13 @@ fn ask(keepers: bool) -> anyhow::Result<Welcome> {
     let serving = std::thread::spawn(move || -> anyhow::Result<()> {
         let socket = listener.accept()?.0;
         let link = Link::accepted(socket.try_clone()?, None)?;
-        assert_eq!(answer(&link)?.keeper_of.is_some(), keepers);
+        let hello = answer(&link)?.context("no hello")?;
+        assert_eq!(hello.keeper_of.is_some(), keepers);
         link.send_signal(Kind::BeginAnew, understudy_protocol::Epoch(0))?;
         drop(link);
         let keeper = Link::accepted(socket, None)?;
-        let again = answer(&keeper)?;
+        // It hangs up if it cannot go on with a keeper.
+        let again = answer(&keeper)?.context("no second hello")?;
         keeper.send_json(Kind::Welcome, &Welcome::of(&again.host))
     });
     let (vm, peer) = ("db".parse()?, "b".parse()?);

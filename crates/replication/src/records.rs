@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use understudy_protocol::Generation;
 use understudy_protocol::validity::{ImageRecord, ImageRole};
-use understudy_protocol::{DiskIndex, HostName, VmName};
+use understudy_protocol::{DiskIndex, GroupName, HostName, VmName};
 use understudy_qemu::VmDefinition;
 use understudy_qemu::definition::DiskDefinition;
 use understudy_report::ProtectRequest;
@@ -78,8 +78,20 @@ pub struct Restoring {
     pub id: String,
     /// All members run, and stay: nothing but this VM's own end can make it come to nothing.
     pub settled: bool,
+    /// Life of its group, of which it is decided at the arbiter whether its members stay; none of an older release.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub life: Option<Life>,
     /// Record that counts again if it does; none if this host had no images of the VM.
     pub former: Option<Box<Record>>,
+}
+
+/// Life of a group that begins with a restore.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Life {
+    /// The group.
+    pub group: GroupName,
+    /// The number of this life.
+    pub incarnation: u32,
 }
 
 /// Record that counts again if the guest does not come to run on the images that were named instead.

@@ -57,7 +57,7 @@ fn a_restore_that_comes_to_nothing_leaves_what_was_before() {
     let (vm, former) = (literal("db"), records.of(ImageRole::Cut, Generation(3), &definition()));
     let restored = |id: &str, former: Option<Record>| {
         let former = former.map(Box::new);
-        let restoring = Some(Restoring { id: id.to_owned(), settled: false, former });
+        let restoring = Some(Restoring { id: id.to_owned(), settled: false, life: None, former });
         Record { restoring, ..records.of(ImageRole::Active, Generation(5), &definition()) }
     };
     let second = restored("2-1", Some(former.clone()));

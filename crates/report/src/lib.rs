@@ -37,6 +37,7 @@ pub use lockstep::LockstepReport;
 pub use meters::Meters;
 pub use recovery::{RecoverReport, ValidImages};
 pub use requests::{
-    DiskReads, GroupRequest, MediumRequest, Mode, ProtectRequest, RecoverRequest, StartRequest,
+    AgainRequest, DiskReads, GroupRequest, MediumRequest, Mode, ProtectRequest, RecoverRequest,
+    StartRequest,
 };
 pub use status::*;

@@ -71,8 +71,45 @@ pub struct ProtectRequest {
     pub hold_console: bool,
 }
 
+impl ProtectRequest {
+    /// The options with which `understudy protect` asks for it.
+    pub fn options(&self) -> String {
+        let mut options = format!("--to {}", self.to);
+        let mut add = |is_so: bool, option: &str| {
+            if is_so {
+                options += " ";
+                options += option;
+            }
+        };
+        add(!self.mode.is_checkpoint(), "--mode lockstep");
+        add(!self.disk_reads.is_backup(), "--disk-reads log");
+        match self.policy {
+            Some(Policy::Interval { hz }) => add(true, &format!("--policy interval --hz {hz}")),
+            // Other numbers are the definition's: no option says them.
+            Some(policy) => add(policy == Policy::default(), "--policy adaptive"),
+            None => {}
+        }
+        let EncodingPlan { compression, cache_pages } = self.encoding;
+        let usual = EncodingPlan::default();
+        add(compression != usual.compression, &format!("--compression {compression}"));
+        add(cache_pages != usual.cache_pages, &format!("--cache-pages {cache_pages}"));
+        add(self.hold_console, "--hold-console");
+        add(!self.repair, "--no-repair");
+        add(!self.output.is_held(), "--unheld-output");
+        options
+    }
+}
+
 fn restored() -> bool {
     true
+}
+
+/// The request to protect a VM again as it was.
+#[derive(Clone, Debug, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct AgainRequest {
+    /// The backup's host name, one of the hosts that this one knows.
+    pub to: String,
 }
 
 /// The request of `vm medium`.

@@ -238,6 +238,19 @@ pub struct InboundReport {
     pub kept_bytes: u64,
 }
 
+/// How a VM's operator wants it to be protected.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct WantedReport {
+    /// The backup that was asked for, or that it had last.
+    pub to: String,
+    /// The group with whose VMs it is protected as one.
+    pub group: Option<GroupName>,
+    /// The mode in which the backup keeps up.
+    pub mode: Mode,
+    /// Whether what the guest says on its console waits for its commit, too.
+    pub hold_console: bool,
+}
+
 /// All that `status` shows of one VM.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct VmStatus {
@@ -247,6 +260,9 @@ pub struct VmStatus {
     pub role: Role,
     /// Whether the guest executes on this host now.
     pub live: bool,
+    /// Whether its copy here was halted because another host has the VM, or was to have it.
+    #[serde(default)]
+    pub elsewhere: bool,
     /// The process that keeps it, if that is not the daemon.
     #[serde(default)]
     pub keeper_pid: Option<u32>,
@@ -264,6 +280,10 @@ pub struct VmStatus {
     /// ends.
     #[serde(default)]
     pub lapse: Option<String>,
+    /// The reason why nothing is known of it at present: its keeper does not answer. Its protection is called degraded
+    /// meanwhile, and may be whole.
+    #[serde(default)]
+    pub unheard: Option<String>,
     /// Whether it is copied anew after its protection was lost: until that has ended one more failure ends it.
     #[serde(default)]
     pub restoring: bool,
@@ -271,6 +291,12 @@ pub struct VmStatus {
     /// for protection again.
     #[serde(default)]
     pub former_backup: Option<String>,
+    /// The command that asks for that protection again.
+    #[serde(default)]
+    pub former_command: Option<String>,
+    /// How its operator wants it to be protected, whether or not it is now; none if it is not to be.
+    #[serde(default)]
+    pub wanted: Option<WantedReport>,
     /// Time since which it has been so, in milliseconds since 1970, as far as this daemon knows.
     #[serde(default)]
     pub since_ms: Option<u64>,
@@ -386,14 +412,18 @@ impl VmStatus {
             name: name.to_owned(),
             role,
             live: false,
+            elsewhere: false,
             keeper_pid: None,
             generation: Generation(0),
             epoch: Epoch(0),
             group: None,
             protection: Protection::Off,
             lapse: None,
+            unheard: None,
             restoring: false,
             former_backup: None,
+            former_command: None,
+            wanted: None,
             since_ms: None,
             disk_sync: None,
             mode: Mode::Checkpoint,

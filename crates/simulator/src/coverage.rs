@@ -81,6 +81,10 @@ coverage! {
     stood_down,
     /// Ending protection turned into a contest.
     stand_downs_contested,
+    /// The end of a session was heard of when another one was under way.
+    late_losses,
+    /// A backup took its time to forget the VM.
+    long_forgettings,
     /// A QEMU died under a host that lives.
     guest_deaths,
     /// A QEMU that seemed to hang was to be taken over.

@@ -14,11 +14,19 @@ impl World {
     /// Notes that something is to be done, soon.
     pub(crate) fn errand(&mut self, host: HostId, id: SessionId, errand: Errand) {
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
+        // A QEMU with much memory, or a slow disk.
+        let is_long = errand == Errand::Forget && self.record_random.percent(20);
         standby.errands.push_back(errand);
-        if standby.errands.len() == 1 {
-            let soon = self.random.micros(10, 1_000);
-            self.after_work(host, soon, Event::Errand(host, id));
+        if standby.errands.len() > 1 {
+            return;
         }
+        if is_long {
+            self.coverage.long_forgettings += 1;
+            let long = self.record_random.millis(100, 2_000);
+            return self.after(long, Event::Errand(host, id));
+        }
+        let soon = self.random.micros(10, 1_000);
+        self.after_work(host, soon, Event::Errand(host, id));
     }
 
     /// Does a piece of the errand in front.

@@ -121,6 +121,8 @@ pub struct Running {
     pub limit: Option<Time>,
     /// Search for the next backup.
     pub repair: Repair,
+    /// Whether somebody looks whether it is protected again.
+    pub is_watched: bool,
     /// Whether the operator wants it protected.
     pub wanted: bool,
     /// The guest does nothing until then.

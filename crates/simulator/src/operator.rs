@@ -2,9 +2,13 @@
 
 use crate::host::{HostId, Role};
 use crate::world::{Event, World};
+use std::time::Duration;
 use understudy_protocol::repair::{RepairEvent, RepairPhase};
 use understudy_protocol::{PrimaryPhase, Verdict};
 use understudy_session::primary::Event as PrimaryEvent;
+
+/// Time after which an operator asks again for what was refused.
+const ASKED_AGAIN: Duration = Duration::from_millis(300);
 
 impl World {
     /// The operator wants the VM to move.
@@ -40,9 +44,20 @@ impl World {
         for host in (0..self.hosts.len()).map(HostId) {
             let Some(running) = self.hosts[host.0].running() else { continue };
             running.wanted = true;
+            let ends = running.session.as_ref().is_some_and(|session| {
+                use PrimaryPhase::*;
+                matches!(
+                    session.core.phase(),
+                    HandingOver | StandingDown | Contesting(_) | Frozen(_)
+                )
+            });
             let alone = running.session.is_none() && running.dialling.is_none();
             if alone && *running.repair.phase() == RepairPhase::Idle {
                 self.repair_event(host, RepairEvent::Lost("the operator wants it".to_owned()));
+            }
+            if ends {
+                // It is refused until then.
+                self.after(ASKED_AGAIN, Event::WantedAgain);
             }
         }
     }

@@ -368,9 +368,6 @@ impl World {
             if lost && matches!(after, PrimaryPhase::Halted(_)) {
                 self.check_sacrifice(host);
             }
-            if before == PrimaryPhase::Syncing && after == PrimaryPhase::Protected {
-                self.repair_event(host, RepairEvent::Protected);
-            }
         }
         self.writers_go_on(host, id);
         self.consider_checkpoint(host, id);
@@ -470,13 +467,17 @@ impl World {
 
     fn open_output(&mut self, host: HostId) {
         let Some(running) = self.hosts[host.0].running() else { return };
-        running.session = None;
+        let session = running.session.take();
         let frames: Vec<Frame> = running.port.open();
         let stands_still = running.paused;
         self.let_out(host, frames);
         if stands_still {
             self.resume_guest(host);
         }
-        self.protection_lost(host, "protection ended");
+        // One that ended as its operator wanted is no loss.
+        let lost = session.filter(|session| *session.core.phase() != PrimaryPhase::Alone(None));
+        if let Some(session) = lost {
+            self.session_lost(host, session.id);
+        }
     }
 }

@@ -109,9 +109,10 @@ impl World {
     /// No host may start the VM afresh on an image that is not the valid one.
     fn check_starts(&mut self, truth: HostId) {
         let ownership = self.ownership();
+        let word = ArbiterWord::Says(Some(ownership.clone()));
         for host in (0..self.hosts.len()).map(HostId).filter(|host| *host != truth) {
             let record = self.hosts[host.0].image.record_of(host);
-            let may = may_start(&host.name(), record.as_ref(), Some(&ownership));
+            let may = may_start(&host.name(), record.as_ref(), &word);
             if record.is_some() && may.is_ok() {
                 self.violation(format!("{host} may start the VM, the valid image is {truth}'s"));
             }
@@ -124,9 +125,7 @@ impl World {
         };
         let goes_on = record.as_ref().is_some_and(|it| until(it).next() == ownership.generation);
         let owns = goes_on && ownership.host == Some(truth.name());
-        if let (true, Err(why)) =
-            (owns, may_start(&truth.name(), record.as_ref(), Some(&ownership)))
-        {
+        if let (true, Err(why)) = (owns, may_start(&truth.name(), record.as_ref(), &word)) {
             self.violation(format!(
                 "{truth} owns the VM, has its image, and may not start it: {why}"
             ));

@@ -6,12 +6,17 @@ use crate::messages::hello;
 use crate::world::{Event, World};
 use std::time::Duration;
 use understudy_protocol::Generation;
-use understudy_protocol::repair::{Candidate, Fitness, RepairAction, RepairEvent};
+use understudy_protocol::PrimaryPhase;
+use understudy_protocol::repair::{Candidate, Fitness, RepairAction, RepairEvent, is_history};
 use understudy_protocol::wire::{Kind, Message};
 use understudy_session::primary::Event as PrimaryEvent;
 
 /// An offer that is not answered by then is withdrawn.
 const OFFER_TIMEOUT: Duration = Duration::from_secs(1);
+/// Time between two looks at a VM that is to be protected again.
+const LOOK: Duration = Duration::from_millis(100);
+/// Milliseconds within which the end of a session is heard of.
+const HEARD_WITHIN: u64 = 500;
 
 impl World {
     /// Feeds the state machine and does what it says.
@@ -21,8 +26,13 @@ impl World {
         let copy = running.copy;
         let mut actions = Vec::new();
         running.repair.handle(now, jitter, event, &mut actions);
+        let looks = running.repair.awaits_protection() && !running.is_watched;
+        running.is_watched |= looks;
         if let Some(deadline) = running.repair.deadline() {
             self.at(deadline, Event::RepairDue(host, copy));
+        }
+        if looks {
+            self.after(LOOK, Event::RepairLook(host, copy));
         }
         for action in actions {
             match action {
@@ -44,6 +54,45 @@ impl World {
             self.note(host, || format!("gives its backup up: {reason}"));
             self.coverage.backups_replaced += 1;
             self.primary_event(host, id, PrimaryEvent::Replace(reason));
+        }
+    }
+
+    /// Looks whether the VM is protected, whoever saw to that.
+    pub(crate) fn repair_look(&mut self, host: HostId, copy: CopyId) {
+        let running = self.hosts[host.0].running().filter(|running| running.copy == copy);
+        let Some(running) = running else { return };
+        running.is_watched = false;
+        if running.repair.awaits_protection() {
+            let session = running.session.as_ref().map(|session| session.core.phase());
+            let event = match session == Some(&PrimaryPhase::Protected) {
+                true => RepairEvent::Protected,
+                false => RepairEvent::Tick,
+            };
+            self.repair_event(host, event);
+        }
+    }
+
+    /// A session has ended: that is heard of a little later, and now and then twice.
+    pub(crate) fn session_lost(&mut self, host: HostId, id: SessionId) {
+        let Some(running) = self.hosts[host.0].running() else { return };
+        let copy = running.copy;
+        for _ in 0..=u32::from(self.repair_random.percent(10)) {
+            let late = self.repair_random.millis(0, HEARD_WITHIN);
+            self.after(late, Event::LossHeard(host, copy, id));
+        }
+    }
+
+    pub(crate) fn loss_heard(&mut self, host: HostId, copy: CopyId, id: SessionId) {
+        let running = self.hosts[host.0].running().filter(|running| running.copy == copy);
+        let Some(running) = running else { return };
+        let session = running.session.as_ref().map(|session| session.id);
+        let under_way = session.or(running.dialling.map(|dialling| dialling.session));
+        if under_way.is_some_and(|under_way| under_way != id) {
+            self.coverage.late_losses += 1;
+        }
+        match is_history(&id, under_way.as_ref()) {
+            true => {}
+            false => self.protection_lost(host, "protection ended"),
         }
     }
 

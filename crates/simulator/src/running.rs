@@ -146,6 +146,7 @@ impl World {
             lease: Lease::new(LENGTH),
             limit: None,
             repair: Repair::default(),
+            is_watched: false,
             wanted: true,
             sick_until: Time::default(),
         }));

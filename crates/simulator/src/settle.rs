@@ -5,8 +5,9 @@ use crate::world::World;
 use std::time::Duration;
 use understudy_protocol::{Epoch, PrimaryPhase};
 
-/// Time within which protection must be back once nothing goes wrong any more.
-const RETURN_WITHIN: Duration = Duration::from_secs(20);
+/// Time within which protection must be back once nothing goes wrong any more. A disk hangs for up to 9 s, and what it keeps
+/// from forgetting the VM is refused meanwhile: the next try is up to 12 s later.
+const RETURN_WITHIN: Duration = Duration::from_secs(25);
 
 impl World {
     /// The time to wait for what the schedule allows to come back.
@@ -39,6 +40,9 @@ impl World {
             if silent && !self.waits_for_the_dead(host) {
                 self.violation(format!("{host} reaches the arbiter, and yet its VM is held up"));
             }
+            if self.is_looked_for_in_vain(host) {
+                self.violation(format!("{host}'s VM is protected, and a backup is looked for"));
+            }
             if self.may_be_protected() && !self.waits_for_the_dead(host) {
                 self.violation("protection did not return although nothing fails".to_owned());
             }
@@ -50,6 +54,13 @@ impl World {
         {
             self.violation("nobody has the VM although nothing fails".to_owned());
         }
+    }
+
+    /// Whether a VM that is protected is to be protected again.
+    fn is_looked_for_in_vain(&self, host: HostId) -> bool {
+        let Role::Primary(running) = &self.hosts[host.0].role else { return false };
+        let session = running.session.as_ref().map(|session| session.core.phase());
+        session == Some(&PrimaryPhase::Protected) && running.repair.awaits_protection()
     }
 
     /// Whether the last copy is on a host whose disk never answers, and waits for that.
@@ -76,7 +87,8 @@ impl World {
         let Some(before) = self.commits_before else { return false };
         let protected = |(host, role): (usize, &Role)| match role {
             Role::Primary(running) => running.session.as_ref().is_some_and(|session| {
-                *session.core.phase() == PrimaryPhase::Protected
+                !running.repair.awaits_protection()
+                    && *session.core.phase() == PrimaryPhase::Protected
                     && session.core.obstacle(self.clock_of_cores(HostId(host))).is_none()
                     && session.core.committed() > Epoch(3)
             }),

@@ -45,6 +45,8 @@ pub(crate) enum Event {
     Feed(HostId, SessionId),
     Pump(HostId, SessionId),
     RepairDue(HostId, CopyId),
+    RepairLook(HostId, CopyId),
+    LossHeard(HostId, CopyId, SessionId),
     Surveyed(HostId, CopyId),
     OfferExpires(HostId, SessionId),
     Arrival(ConnectionId, usize),
@@ -87,6 +89,8 @@ pub(crate) struct World {
     pub(crate) record_random: Random,
     /// And about paths.
     pub(crate) path_random: Random,
+    /// And about when news of lost protection comes.
+    pub(crate) repair_random: Random,
     pub(crate) hosts: Vec<Host>,
     pub(crate) network: Network,
     pub(crate) arbiter: Arbiter,
@@ -141,6 +145,7 @@ impl World {
             random: Random::new(chance, 0),
             lease_random: Random::new(chance, 3),
             record_random: Random::new(chance, 11),
+            repair_random: Random::new(chance, 17),
             path_random: Random::new(chance, 13),
             hosts: (0..schedule.hosts).map(|_| Host::new()).collect(),
             network: Network::new(),
@@ -282,6 +287,7 @@ impl World {
             PauseEnds(host, ..) | Captured(host, ..) => host,
             Errand(host, ..) | Feed(host, ..) | Pump(host, _) => host,
             PrimaryBeat(host, _) | BackupBeat(host, _) | RepairDue(host, _) => host,
+            RepairLook(host, _) | LossHeard(host, ..) => host,
             Prove(host, _) | DialPath(host, ..) | MoveData(host, _) => host,
             OfferExpires(host, _) | Surveyed(host, _) | Read(host, ..) => host,
             LeaseLook(host, _) => host,
@@ -312,6 +318,8 @@ impl World {
             Event::Feed(host, id) => self.feed(host, id),
             Event::Pump(host, id) => self.pump(host, id),
             Event::RepairDue(host, copy) => self.repair_due(host, copy),
+            Event::RepairLook(host, copy) => self.repair_look(host, copy),
+            Event::LossHeard(host, copy, id) => self.loss_heard(host, copy, id),
             Event::Surveyed(host, copy) => self.surveyed(host, copy),
             Event::OfferExpires(host, id) => self.offer_expires(host, id),
             Event::Arrival(id, end) => self.arrival(id, end),
@@ -385,7 +393,13 @@ impl World {
                 self.handing_over = true;
                 self.moment(Moment::HandingOver);
             }
-            (StandingDown, Contesting(_)) => self.coverage.stand_downs_contested += 1,
+            (StandingDown, Contesting(reason)) => {
+                self.coverage.stand_downs_contested += 1;
+                // The end of protection is itself one of those that strike.
+                if self.coverage.faults <= 1 && self.coverage.records_torn == 0 {
+                    self.violation(format!("a backup that forgets the VM is lost: {reason}"));
+                }
+            }
             (StandingDown, Alone(_)) => self.coverage.stood_down += 1,
             (Contesting(_), Alone(_)) => {
                 self.coverage.primaries_alone += 1;

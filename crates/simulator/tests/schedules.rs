@@ -51,7 +51,10 @@ fn broken_by(mutant: Mutant) -> &'static str {
             }
             KeepUnrecorded | KeepTheUseless => "does not start it, and keeps it",
             OpenWhatIsDead => "that was never started",
-            HangUpUntold => "hangs up before its primary has heard why",
+            HangUpUntold => {
+                "hangs up before its primary has heard why|a backup that forgets the VM is lost"
+            }
+            HurryTheForgetful => "a backup that forgets the VM is lost",
             ContestUnfit | NothingHangs => "could not start it",
             ContestWhenBroken | StayDiverged => "may still win the VM",
             KeepLateGrant => "had given the VM up",
@@ -62,6 +65,10 @@ fn broken_by(mutant: Mutant) -> &'static str {
             NeverSuspect => "although nothing fails",
             GiveUpRepair | StayWithAttempt | KeepTheSick | JumpTheQueue => {
                 "protection did not return"
+            }
+            // It offers what is protected to another host, too, and leaves its backup waiting.
+            ChargeTheNext => {
+                "and a backup is looked for|protection did not return|and nothing moves"
             }
             MirrorCounts | ConcludeFromSilence | SilentNeverRan => "image is valid, named is",
             StartForeign => "may start the VM",

@@ -35,7 +35,7 @@ pub mod remote;
 pub mod room;
 mod snapshots;
 
-pub use access::{Guard, check_tokens};
+pub use access::Guard;
 pub use control::Control;
 pub use kept::{Routed, follow};
 
@@ -48,6 +48,7 @@ use axum::middleware;
 use axum::response::{IntoResponse, Json, Response};
 use jobs::{Jobs, Waiting};
 use name::Name;
+use room::{AtStore, StoreRoom};
 use schemars::JsonSchema;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -75,6 +76,7 @@ type Answer<T> = Result<Json<T>, ApiError>;
 pub struct Api {
     host: Arc<dyn Control>,
     jobs: Arc<Jobs>,
+    stores: StoreRoom,
     ending: Ending,
 }
 
@@ -100,6 +102,12 @@ impl FromRef<Api> for Arc<Jobs> {
     }
 }
 
+impl FromRef<Api> for StoreRoom {
+    fn from_ref(api: &Api) -> StoreRoom {
+        api.stores.clone()
+    }
+}
+
 impl FromRef<Api> for Ending {
     fn from_ref(api: &Api) -> Ending {
         api.ending.clone()
@@ -109,7 +117,8 @@ impl FromRef<Api> for Ending {
 impl Api {
     /// The API of this host.
     pub fn new(host: Arc<dyn Control>) -> Api {
-        Api { host, jobs: Arc::default(), ending: Ending::default() }
+        let (stores, ending) = (StoreRoom::default(), Ending::default());
+        Api { host, jobs: Arc::default(), stores, ending }
     }
 
     /// Answers those who wait for events: it ends.
@@ -189,14 +198,45 @@ async fn protect(
     waiting: Waiting,
     body: Body,
 ) -> Result<Response, ApiError> {
+    protect_with(host, &jobs, name, waiting, body, |host, name, request| {
+        host.protect(name, request)
+    })
+    .await
+}
+
+async fn protect_again(
+    State(host): Shared,
+    State(jobs): State<Arc<Jobs>>,
+    Name(name): Name<VmName>,
+    waiting: Waiting,
+    body: Body,
+) -> Result<Response, ApiError> {
+    protect_with(host, &jobs, name, waiting, body, |host, name, request| {
+        host.protect_again(name, request)
+    })
+    .await
+}
+
+/// Begins a protection, and answers that it has begun or with the job that it is.
+async fn protect_with<T: DeserializeOwned + Send + 'static>(
+    host: Arc<dyn Control>,
+    jobs: &Jobs,
+    name: VmName,
+    waiting: Waiting,
+    body: Body,
+    begin: impl FnOnce(&dyn Control, &VmName, T) -> Result<VmStatus, HostError> + Send + 'static,
+) -> Result<Response, ApiError> {
     let request = read(body)?;
     if jobs::is_waited_for(waiting)? {
-        let status = blocking(move || host.protect(&name, request)).await?;
+        let status = blocking(move || begin(&*host, &name, request)).await?;
         return Ok(Json(status).into_response());
     }
     let subject = name.to_string();
-    let work = move |job: &jobs::Running| jobs::protect(&*host, &name, request, job);
-    jobs.begin(jobs::JobKind::Protect, subject, work)
+    let work = move |job: &jobs::Running| {
+        let begun = begin(&*host, &name, request)?;
+        jobs::follow_protection(&*host, begun, job)
+    };
+    jobs.begin(jobs::JobKind::Protect, subject, None, work)
 }
 
 async fn protect_group(
@@ -269,7 +309,22 @@ where
     T: Send + 'static,
     F: FnOnce() -> Result<T, HostError> + Send + 'static,
 {
-    match room::call(move || containment::request(call)).await {
+    answered(room::call(move || containment::request(call)).await)
+}
+
+/// Calls the host off the async threads, in a place that it has.
+async fn blocking_in<T, F>(place: AtStore, call: F) -> Result<T, ApiError>
+where
+    T: Send + 'static,
+    F: FnOnce() -> Result<T, HostError> + Send + 'static,
+{
+    answered(room::call_in(place, move || containment::request(call)).await)
+}
+
+fn answered<T>(
+    called: Result<Option<Result<T, HostError>>, tokio::task::JoinError>,
+) -> Result<T, ApiError> {
+    match called {
         Ok(Some(result)) => Ok(result?),
         Ok(None) | Err(_) => {
             let message = "the daemon failed on this request: its log says where, please report it";

@@ -11,7 +11,6 @@ use serde::Serialize;
 use std::fmt::Write;
 use std::path::Path;
 use understudy_daemon::config::HostConfig;
-use understudy_daemon::probe;
 
 /// The report of what was found.
 #[derive(Debug, Serialize)]
@@ -68,12 +67,12 @@ pub fn examine(config: Option<&Path>) -> Report {
     match config.map(HostConfig::load) {
         None => {
             checks.extend(software::checks(None));
-            checks.extend(guests::checks(&[]));
+            checks.extend(guests::checks(None));
         }
         Some(Ok(config)) => {
             checks.extend(software::checks(Some(&config)));
             checks.extend(configuration::checks(&config));
-            checks.extend(guests::checks(&probe::recorded(&config)));
+            checks.extend(guests::checks(Some(&config)));
         }
         Some(Err(error)) => {
             checks.extend(software::checks(None));

@@ -183,7 +183,10 @@ impl Page<'_> {
             let degraded = matches!(vm.protection, Protection::Degraded { .. });
             vm.role == Role::Primary && (degraded || vm.restoring)
         });
-        self.flag("vm_live", "1 if the guest executes on this host", |vm| vm.live);
+        // A copy whose VM another host has says nothing of whether it runs: it may have been stopped there.
+        self.each("vm_live", "1 if the guest executes on this host", |vm| {
+            (!vm.elsewhere).then(|| number(vm.live))
+        });
         let help = "1 if the guest stands still because a disk fails";
         self.flag("vm_disk_error", help, |vm| vm.disk_error.is_some());
         let help = "1 if the guest stands still because its lease ran out: see `status`";
@@ -363,6 +366,18 @@ mod tests {
             check(&text, line);
         }
         assert!(text.ends_with("# EOF\n"), "{text}");
+    }
+
+    // Before, a VM that was stopped in order after a take-over paged for as long as its former host had a copy.
+    #[test]
+    fn a_copy_whose_vm_another_host_has_does_not_say_that_nobody_runs_it() {
+        let fenced = |elsewhere| {
+            page(vec![VmStatus { elsewhere, ..VmStatus::new(&literal("db"), Role::Fenced) }])
+        };
+        check(&fenced(false), r#"understudy_vm_live{vm="db"} 0.0"#);
+        let elsewhere = fenced(true);
+        assert!(!elsewhere.contains("understudy_vm_live{"), "{elsewhere}");
+        check(&elsewhere, r#"understudy_vm_role{vm="db",role="fenced"} 1.0"#);
     }
 
     #[test]

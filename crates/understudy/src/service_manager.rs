@@ -32,6 +32,8 @@ pub enum Notice {
     Alive,
     /// The daemon ends, and is to be left so much time for that.
     Stopping(Duration),
+    /// The daemon ends still, and is to be left so much time from now on.
+    StillStopping(Duration),
     /// Text about what the daemon does, for people.
     Status(String),
 }
@@ -44,6 +46,7 @@ impl Notice {
             Notice::Stopping(time) => {
                 format!("STOPPING=1\nEXTEND_TIMEOUT_USEC={}\n", time.as_micros())
             }
+            Notice::StillStopping(time) => format!("EXTEND_TIMEOUT_USEC={}\n", time.as_micros()),
             // A line's end would begin another field.
             Notice::Status(words) => format!("STATUS={}\n", words.replace('\n', " ")),
         }

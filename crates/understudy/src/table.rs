@@ -215,15 +215,11 @@ fn role(vm: &VmStatus) -> String {
 
 fn protection(vm: &VmStatus) -> String {
     match &vm.protection {
-        Protection::Off => match &vm.former_backup {
-            None => "off".to_owned(),
-            Some(backup) => {
-                let name = &vm.name;
-                format!(
-                    "off; it was protected to {backup} before it was started again, and is so by \
-                     `understudy protect {name} --to {backup}`"
-                )
-            }
+        Protection::Off => match (&vm.former_backup, &vm.former_command) {
+            (Some(backup), Some(command)) => format!(
+                "off; it was protected to {backup} before it was started again, and is so by `{command}`"
+            ),
+            _ => "off".to_owned(),
         },
         Protection::Protected { peer } => match &vm.group {
             Some(group) => format!("protected with {peer} in group {group}"),

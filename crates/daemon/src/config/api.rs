@@ -1,5 +1,6 @@
 //! `[api]`: who may use this host's API over the network, and for what.
 
+use super::listening::Listening;
 use super::source::Source;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -71,7 +72,12 @@ pub(super) struct RawApi {
 }
 
 impl RawApi {
-    pub(super) fn check(self, source: &Source<'_>, has_tls: bool) -> Result<ApiConfig, HostError> {
+    pub(super) fn check(
+        self,
+        source: &Source<'_>,
+        has_tls: bool,
+        listening: &mut Listening,
+    ) -> Result<ApiConfig, HostError> {
         let span = self.listen.span();
         if !has_tls {
             let message = "there is no [tls], without which the API is not served over the \
@@ -102,7 +108,7 @@ impl RawApi {
             }
         }
         Ok(ApiConfig {
-            listen: source.addresses("api.listen", &self.listen)?,
+            listen: listening.take(source, "api.listen", &self.listen)?,
             tokens,
             certificates,
         })

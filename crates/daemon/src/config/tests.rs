@@ -464,3 +464,33 @@ fn the_api_is_served_to_those_who_are_named_and_over_tls_only() {
     let error = read(&(plain.to_owned() + both)).unwrap_err();
     assert_says(&error.message, "host.toml:4: api.listen", &["no [tls]", "understudy pki"]);
 }
+
+/// The daemon waited for its own address, and ended after its guests had started.
+#[test]
+fn an_address_is_for_one_thing() {
+    let with = |listen: &str, metrics: &str, api: &str| {
+        let text = GOOD.replace("\"10.0.0.1:7700\"", listen);
+        read(&format!(
+            "{text}[metrics]\nlisten = \"{metrics}\"\n[api]\nlisten = \"{api}\"\ncertificates = {{ c = \"read\" }}\n"
+        ))
+    };
+    let own = "\"10.0.0.1:7700\"";
+    assert!(with(own, "10.0.0.1:9177", "10.0.0.1:7780").is_ok());
+    assert!(with(own, "10.1.0.1:7700", "0.0.0.0:7780").is_ok());
+    assert!(with(own, "[::]:7700", "[fe80::1]:7780").is_ok());
+    for (listen, metrics, api, field, words) in [
+        (own, "10.0.0.1:7700", "10.0.0.1:7780", "metrics.listen", "listen has 10.0.0.1:7700"),
+        (own, "10.0.0.1:9177", "0.0.0.0:7700", "api.listen", "listen has 10.0.0.1:7700"),
+        (own, "0.0.0.0:80", "10.0.0.1:80", "api.listen", "metrics.listen has 0.0.0.0:80"),
+        (
+            "['0.0.0.0:1', '10.0.0.1:1']",
+            "10.0.0.1:2",
+            "10.0.0.1:3",
+            "listen",
+            "listen has 0.0.0.0:1",
+        ),
+    ] {
+        let error = with(listen, metrics, api).unwrap_err().message;
+        assert_says(&error, "host.toml:", &[field, words, "use another port"]);
+    }
+}

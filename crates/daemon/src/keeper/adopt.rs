@@ -26,8 +26,9 @@ use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_machine::custody::{Custody, Unfound};
 use understudy_machine::{Adoption, Machine, NotUnderstood};
+use understudy_protocol::adoption::{Adoptable, by_arbiter, may_adopt};
 use understudy_protocol::validity::ImageRole;
-use understudy_protocol::{HostName, LeaseAnswer, VmName};
+use understudy_protocol::{Generation, HostName, LeaseAnswer, VmName};
 use understudy_qemu::process::{has_ended, pidfd_of, signal};
 use understudy_replication::records::Record;
 use understudy_replication::resync;
@@ -239,15 +240,8 @@ impl Host {
             return Err(NotAdopted::Lost("its QEMU has ended".to_owned()));
         }
         let Legacy { generation, machine: note, .. } = &left.legacy;
-        let record = self.record(vm).map_err(later)?;
-        let runs = |record: &Record| {
-            record.image.role == ImageRole::Active && record.image.generation == *generation
-        };
-        let record = record.filter(runs).ok_or_else(|| {
-            NotAdopted::Lost("by this host's own record it does not run here".to_owned())
-        })?;
         // Before anything that it has sent may leave.
-        owned(self.ask_for_owner(vm, *generation))?;
+        let record = self.adoptable(vm, *generation)?;
         let disks = match note.disk_bytes() {
             Some(bytes) => open_disks_in_use(&note.definition, bytes),
             None => open_disks(&note.definition, Some(&record), directory),
@@ -267,8 +261,8 @@ impl Host {
         self.presences_of(vm, &machine);
         let primary = self.new_primary(machine.clone(), *generation, wish_of(record));
         die_in_a_test("adopt");
-        match owned(self.resume_lease(&primary)) {
-            Ok(()) => Ok(primary),
+        match granted(by_arbiter(self.resume_lease(&primary))) {
+            Ok(_) => Ok(primary),
             Err(NotAdopted::Lost(why)) => Err(NotAdopted::Lost(why)),
             Err(stays) => {
                 // Dropped, it would end QEMU, which its custodian has.
@@ -276,6 +270,20 @@ impl Host {
                 Err(stays)
             }
         }
+    }
+
+    /// The record of a guest that was left at this generation, if that may go on.
+    fn adoptable(&self, vm: &VmName, left: Generation) -> Result<Record, NotAdopted> {
+        let record = self.record(vm).map_err(later)?;
+        let image = record.as_ref().map(|record| &record.image);
+        let record = match granted(may_adopt(image, left, self.ask_for_owner(vm, left)))? {
+            Noted::Yes => record,
+            Noted::NotYet => {
+                self.records.change(vm, |record| record.image.generation = left).map_err(later)?;
+                self.record(vm).map_err(later)?
+            }
+        };
+        record.ok_or_else(|| NotAdopted::Later("its record has just vanished".to_owned()))
     }
 
     /// Lets the guest go on, which is this host's.
@@ -295,7 +303,7 @@ impl Host {
         let generation = left.legacy.generation;
         let noted = self.records.change(vm, |record| {
             // What its operator has made of it stays.
-            if record.image.role == ImageRole::Active && record.image.generation == generation {
+            if record.image.role == ImageRole::Active && record.image.generation <= generation {
                 record.image.role = ImageRole::Stale;
             }
         });
@@ -307,13 +315,13 @@ impl Host {
     fn fenced(&self, vm: &VmName, reason: &str) -> End {
         let record = self.record(vm).ok().flatten();
         let generation = record.map(|record| record.image.generation).unwrap_or_default();
-        End::Fenced { generation, reason: reason.to_owned() }
+        End::Fenced { generation, reason: reason.to_owned(), elsewhere: false }
     }
 
     /// Protects a VM to the host that backed it up until its keeper was replaced, or looks for another one.
     fn protect_as_before(self: &Arc<Self>, vm: &Arc<PrimaryVm>, backup: Option<HostName>) {
         let Some(wish) = vm.repairer.wish() else { return };
-        let remedy = format!("understudy protect {} --to {}", vm.name(), wish.request.to);
+        let remedy = wish.command(vm.name());
         let Some(peer) = backup else {
             return self.degraded(vm, "its keeper was replaced".to_owned(), &remedy);
         };
@@ -340,13 +348,18 @@ fn obstacle(answer: LeaseAnswer, has_keeper: bool) -> Option<String> {
     }
 }
 
-fn owned(answer: LeaseAnswer) -> Result<(), NotAdopted> {
-    match answer {
-        LeaseAnswer::Own => Ok(()),
-        LeaseAnswer::Unreachable(why) => Err(NotAdopted::Later(why)),
-        LeaseAnswer::Moved { why, .. } => {
-            Err(NotAdopted::Lost(format!("while it had no keeper the VM was lost: {why}")))
-        }
+/// Whether the record shows the generation at which a guest was left.
+enum Noted {
+    Yes,
+    NotYet,
+}
+
+fn granted(found: Adoptable) -> Result<Noted, NotAdopted> {
+    match found {
+        Adoptable::Yes => Ok(Noted::Yes),
+        Adoptable::OnceNoted => Ok(Noted::NotYet),
+        Adoptable::Later(why) => Err(NotAdopted::Later(why)),
+        Adoptable::Lost(why) => Err(NotAdopted::Lost(why)),
     }
 }
 

@@ -137,24 +137,44 @@ impl Host {
         let synced_until = Instant::now() + SYNC_PATIENCE;
         sync_disks(&vm, synced_until)?;
         let backup = vm.active_session().map(|session| session.peer.clone());
-        let left = match &backup {
-            Some(peer) => self.end_protection(&vm).and_then(|()| {
-                // Flushes of the last checkpoints are owed, and the next keeper would not know.
-                sync_disks(&vm, synced_until)?;
-                await_output(&vm.machine())?;
-                vm.events.note(format!("not protected to {peer} while its keeper is replaced"));
-                self.leave(&vm, backup.clone(), daemon)
-            }),
-            None => self.leave(&vm, None, daemon),
-        };
+        let alone = self.leave_backup(&vm, backup.as_ref(), synced_until);
+        let left = alone.and_then(|()| self.leave(&vm, backup.clone(), daemon));
         drop((protecting, leaving));
         left.inspect_err(|error| {
             if let Some(peer) = &backup
                 && vm.active_session().is_none()
             {
-                let remedy = format!("understudy protect {name} --to {peer}");
+                let remedy = vm.repairer.wish().map_or_else(
+                    || format!("understudy protect {name} --to {peer}"),
+                    |wish| wish.command(name),
+                );
                 self.degraded(&vm, format!("its keeper is not replaced: {error}"), &remedy);
             }
+        })
+    }
+
+    /// Ends a VM's protection, if it has a backup; what that left it is on record then.
+    fn leave_backup(
+        &self,
+        vm: &PrimaryVm,
+        backup: Option<&HostName>,
+        synced_until: Instant,
+    ) -> Result<(), HostError> {
+        let Some(peer) = backup else { return self.note_what_was_won(vm) };
+        self.end_protection(vm)?;
+        // Flushes of the last checkpoints are owed, and the next keeper would not know.
+        sync_disks(vm, synced_until)?;
+        await_output(&vm.machine())?;
+        self.note_what_was_won(vm)?;
+        vm.events.note(format!("not protected to {peer} while its keeper is replaced"));
+        Ok(())
+    }
+
+    /// Notes the generation at which the VM is left. Sole ownership may have come with a new one, and whoever notes that
+    /// ends with this process.
+    fn note_what_was_won(&self, vm: &PrimaryVm) -> Result<(), HostError> {
+        self.note_generation_of(&vm.machine(), vm.generation()).map_err(|error| {
+            conflict(format!("{} stays in its keeper: {}", vm.name(), error.message))
         })
     }
 

@@ -275,7 +275,7 @@ impl Host {
             None => Some(End::Gone),
             Some(Vm::Fenced(fenced)) => {
                 let (generation, reason) = (fenced.generation, fenced.reason.clone());
-                Some(End::Fenced { generation, reason })
+                Some(End::Fenced { generation, reason, elsewhere: fenced.elsewhere })
             }
             Some(Vm::Primary(_) | Vm::Backup(_)) => None,
         })

@@ -79,6 +79,9 @@ pub enum End {
         generation: Generation,
         /// Reason of the loss.
         reason: String,
+        /// Whether another host has it.
+        #[serde(default)]
+        elsewhere: bool,
     },
     /// Departure: it was left to the next keeper.
     Left,
@@ -293,7 +296,8 @@ mod tests {
     #[test]
     fn the_last_words_of_a_keeper_stay() {
         let directory = tempfile::tempdir().unwrap();
-        let end = End::Fenced { generation: Generation(3), reason: "host b has it".to_owned() };
+        let (generation, reason) = (Generation(3), "host b has it".to_owned());
+        let end = End::Fenced { generation, reason, elsewhere: true };
         take(directory.path()).unwrap().end(end.clone()).unwrap();
         match look(directory.path()) {
             Found::Nobody(Some(note)) => assert_eq!(note.end, Some(end)),

@@ -9,6 +9,7 @@ use crate::admission::open_disks;
 use crate::arrivals::Arrival;
 use crate::config::LONGEST_LEASE;
 use crate::containment::spawn_for_request;
+use crate::deadline::Bounded;
 use crate::host::{Host, internal};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::{Deserialize, Serialize};
@@ -32,6 +33,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const PATIENCE_FOR_A_WORD: Duration = Duration::from_secs(5);
 /// Bytes of an order, at most.
 const LONGEST_ORDER: usize = 4096;
+/// Bytes of its answer, at most: what was found of a VM's images on all hosts.
+const LONGEST_ANSWER: u64 = 1 << 20;
 
 /// An order. Its answer is a line of JSON on the keeper's standard input, a socket then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -171,15 +174,14 @@ impl Host {
     ) -> Result<(Follower, Arrival, Option<RecoverReport>), HostError> {
         let name = &definition.name;
         let files = self.files_of(definition);
-        let arrival = {
-            let _adding = self.adding.lock();
-            self.make_way(definition)?;
-            // What may be missing for long is no reason to start a process again and again.
-            self.check_bridges(&definition.cards)?;
-            let directory = name.below(&self.config.state_dir);
-            drop(open_disks(definition, self.record(name)?.as_ref(), &directory)?);
-            Arrival::expect(&self.arrivals, &self.config.name, definition)
-        };
+        let adding = self.adding.lock();
+        self.make_way(definition)?;
+        // What may be missing for long is no reason to start a process again and again.
+        self.check_bridges(&definition.cards)?;
+        let directory = name.below(&self.config.state_dir);
+        let record = self.record(name)?;
+        let open = || open_disks(definition, record.as_ref(), &directory).map(drop);
+        let (arrival, ()) = self.open_aside(adding, definition, open)?;
         let (follower, said) = self.give_order(name, order, &files)?;
         match hear(said, order.patience()) {
             Ok(report) => {
@@ -362,13 +364,16 @@ fn first_line(from: &mut UnixStream) -> io::Result<String> {
 
 /// The answer to an order; the end of whoever was to give it is one, too, and its silence.
 fn hear(said: UnixStream, patience: Duration) -> Answer {
-    said.set_read_timeout(Some(patience)).map_err(internal)?;
+    let said = Bounded::new(said, patience).take(LONGEST_ANSWER);
     let mut line = String::new();
     match BufReader::new(said).read_line(&mut line) {
-        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+        Err(error)
+            if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) =>
+        {
             let message = format!("its keeper has not answered for {} s", patience.as_secs());
             Err(HostError::new(ErrorKind::Unreachable, message))
         }
+        Ok(read) if read as u64 >= LONGEST_ANSWER => Err(not_understood("it goes on and on")),
         Ok(1..) => serde_json::from_str(&line)
             .unwrap_or_else(|error| Err(not_understood(&error.to_string()))),
         Ok(0) | Err(_) => {
@@ -412,6 +417,25 @@ mod tests {
         let error = hear(daemon, Duration::from_millis(1)).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Unreachable);
         assert!(error.message.contains("has not answered"), "{error}");
+    }
+
+    /// The daemon took all that it said into its memory, and for as long as it spoke.
+    #[test]
+    fn a_keeper_that_goes_on_and_on_is_heard_with_a_bound() {
+        let (daemon, mut keeper) = UnixStream::pair().unwrap();
+        let speaker = std::thread::spawn(move || while keeper.write_all(&[b'1'; 4096]).is_ok() {});
+        let error = hear(daemon, PATIENCE).unwrap_err();
+        assert!(error.message.contains("goes on and on"), "{error}");
+        speaker.join().unwrap();
+        let (daemon, mut keeper) = UnixStream::pair().unwrap();
+        let slow = std::thread::spawn(move || {
+            while keeper.write_all(b"1").is_ok() {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        });
+        let error = hear(daemon, Duration::from_millis(200)).unwrap_err();
+        assert!(error.message.contains("has not answered"), "{error}");
+        slow.join().unwrap();
     }
 
     #[test]

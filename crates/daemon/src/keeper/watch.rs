@@ -72,6 +72,7 @@ impl Host {
             self.vms.put_if(vm, Vm::Fenced(Arc::new(lost)), |there| there.is_none());
         }
         self.end_dead_restore(vm);
+        self.forget_insistence(vm);
         // Not before: whoever asks meanwhile is told of it either way.
         self.forget_note(&note);
     }
@@ -123,8 +124,9 @@ fn lost_with(host: &Host, note: &Note) -> Option<FencedVm> {
     match &note.end {
         // Whoever it was left to was, too, and has said no more.
         Some(End::Gone | End::Left) => None,
-        Some(End::Fenced { generation, reason }) => {
-            Some(FencedVm { name, generation: *generation, reason: reason.clone() })
+        Some(End::Fenced { generation, reason, elsewhere }) => {
+            let (generation, reason, elsewhere) = (*generation, reason.clone(), *elsewhere);
+            Some(FencedVm { name, generation, reason, elsewhere })
         }
         None => {
             let record = host.record(&name).ok().flatten();
@@ -133,7 +135,7 @@ fn lost_with(host: &Host, note: &Note) -> Option<FencedVm> {
             let killed = killed(note);
             let reason =
                 format!("{killed}; if no backup has taken it over, `understudy recover {name}`");
-            Some(FencedVm { name, generation: ran.image.generation, reason })
+            Some(FencedVm { name, generation: ran.image.generation, reason, elsewhere: false })
         }
     }
 }

@@ -221,7 +221,7 @@ impl Host {
         }
         self.note_role(vm, ImageRole::Stale);
         vm.events.record(EventKind::Fenced { reason: reason.clone() });
-        self.fence(vm, reason);
+        self.fence_as(vm, reason, true);
     }
 }
 

@@ -35,7 +35,8 @@ impl Inquiry {
     /// Who may run the VM, and does not answer `here`.
     pub(super) fn contender(&self, here: &HostName) -> Option<Contender> {
         let silent: Vec<HostName> = self.silent.iter().map(|(host, _)| host.clone()).collect();
-        let owner = match &self.arbiter {
+        let evidence = self.evidence();
+        let owner = match evidence.word() {
             ArbiterWord::Says(owner) => owner.as_ref()?,
             ArbiterWord::Silent => {
                 return (!silent.is_empty()).then_some(Contender::Any(silent));
@@ -210,6 +211,30 @@ mod tests {
         assert_eq!(of(has("c", ImageRole::Cut, 9, None)), Generation(9));
         assert_eq!(of(has("c", ImageRole::Cut, 3, Some(Generation(11)))), Generation(11));
         assert_eq!(of(has("c", ImageRole::Stale, 2, None)), Generation(4));
+    }
+
+    // Before, a forced start waited for nobody once the arbiter had lost its records: whoever ran it might still let frames out.
+    #[test]
+    fn whoever_is_silent_is_waited_for_if_the_arbiter_has_lost_its_records() {
+        let text = "name = 'db'\nmemory = '64M'\nvcpus = 1";
+        let definition: VmDefinition = toml::from_str(text).unwrap();
+        let records = Records::new("/s".as_ref(), &literal("a"));
+        let record = records.of(ImageRole::Active, Generation(3), &definition);
+        let here = ImagesAnswer { record: Some(record), ..answers("a", None) };
+        let contender = |generation: Option<u64>, silent: &[&'static str]| {
+            let owner = generation.map(|generation| Ownership {
+                host: Some(literal("a")),
+                generation: Generation(generation),
+            });
+            let silent = silent.iter().map(|host| (literal(host), "no answer".to_owned()));
+            let word = (ArbiterWord::Says(owner), String::new());
+            Inquiry::new(word, vec![here.clone()], silent.collect()).contender(&literal("a"))
+        };
+        for lost in [None, Some(2)] {
+            assert_eq!(contender(lost, &["b"]), Some(Contender::Any(vec![literal("b")])));
+            assert_eq!(contender(lost, &[]), None);
+        }
+        assert_eq!(contender(Some(3), &["b"]), None, "it is the owner's itself");
     }
 
     // Before, `recover` on the winner, which had just handed the VM back, started a copy beside the guest that host a went

@@ -2,9 +2,10 @@
 //! this host's [peers].
 
 use super::host_file::{self, ArbiterSettings};
-use super::message::{Bounded, Grant, Reply, Request, receive_request, send_reply};
+use super::message::{Grant, LIMIT, Reply, Request, receive_request, send_reply};
 use super::token::{Fingerprint, Secret, Token};
 use crate::config::HostConfig;
+use crate::deadline::Bounded;
 use anyhow::{Context, ensure};
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
@@ -173,7 +174,7 @@ impl Inviter {
     fn converse(&self, stream: TcpStream, asking: &Sender<Asked>) -> anyhow::Result<()> {
         stream.set_nonblocking(false)?;
         let connection = ServerConnection::new(self.tls.clone())?;
-        let mut stream = StreamOwned::new(connection, Bounded::new(stream));
+        let mut stream = StreamOwned::new(connection, Bounded::new(stream, LIMIT));
         let (request, asked) = receive_request(&mut stream, &self.secret)?;
         let (_answering, answered) = crossbeam_channel::bounded::<()>(0);
         let answer = match request {

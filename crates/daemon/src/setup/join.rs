@@ -1,9 +1,10 @@
 //! The host that joins: makes its key, shows its public half, and writes what it is told.
 
-use super::message::{Bounded, Grant, LIMIT, Reply, Request, WrongSecret};
+use super::message::{Grant, LIMIT, Reply, Request, WrongSecret};
 use super::message::{receive_reply, send_request};
 use super::token::{Fingerprint, Token};
 use super::{Made, Plan};
+use crate::deadline::Bounded;
 use crate::host::prepare_directory;
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
@@ -23,7 +24,7 @@ use std::net::TcpStream;
 use std::path::Path;
 use std::sync::Arc;
 use understudy_arbiter::whole_file;
-use understudy_link::pki::HostKey;
+use understudy_link::pki::{CA_KEY, HostKey};
 use understudy_link::tls::{self, Tls, TlsFiles};
 use understudy_protocol::HostName;
 use understudy_report::error::{ErrorKind, HostError, cannot};
@@ -43,6 +44,7 @@ pub fn join(plan: &Plan, token: &Token) -> Result<Membership, HostError> {
     plan.check()?;
     // Before the token is used up.
     prepare_directory(&plan.pki())?;
+    refuse_beside_authority(&plan.pki().join(CA_KEY))?;
     let key = HostKey::generate()?;
     let request = Request {
         name: plan.name.clone(),
@@ -59,6 +61,19 @@ pub fn join(plan: &Plan, token: &Token) -> Result<Membership, HostError> {
         HostError::new(error.kind, message)
     })?;
     Ok(Membership { invited_by: grant.host, made })
+}
+
+/// The other's certificate would lie beside the key of this one.
+fn refuse_beside_authority(key: &Path) -> Result<(), HostError> {
+    if !key.exists() {
+        return Ok(());
+    }
+    let message = format!(
+        "this host has an authority of its own, {}: move its directory away if no host is of it, or have this host \
+         invite the other",
+        key.display()
+    );
+    Err(HostError::new(ErrorKind::Conflict, message))
 }
 
 fn ask(token: &Token, request: &Request) -> Result<Grant, HostError> {
@@ -85,7 +100,7 @@ fn converse(socket: TcpStream, token: &Token, request: &Request) -> anyhow::Resu
     // Which host it is, its secret tells.
     let name = ServerName::IpAddress(token.address.ip().into());
     let connection = ClientConnection::new(Arc::new(client), name)?;
-    let mut stream = StreamOwned::new(connection, Bounded::new(socket));
+    let mut stream = StreamOwned::new(connection, Bounded::new(socket, LIMIT));
     let asked = send_request(&mut stream, &token.secret, request)?;
     receive_reply(&mut stream, &token.secret, &asked)
 }

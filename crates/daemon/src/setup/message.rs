@@ -10,9 +10,9 @@ use anyhow::{Context, ensure};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::io::{self, Read, Write};
-use std::net::{SocketAddr, TcpStream};
-use std::time::{Duration, Instant};
+use std::io::{Read, Write};
+use std::net::SocketAddr;
+use std::time::Duration;
 use understudy_protocol::HostName;
 
 /// Time for all of a conversation.
@@ -140,45 +140,6 @@ fn receive<T: DeserializeOwned>(stream: &mut impl Read) -> anyhow::Result<T> {
     let mut text = vec![0; length as usize];
     stream.read_exact(&mut text)?;
     serde_json::from_slice(&text).context("it is not what the other host should say")
-}
-
-/// A connection that ends at its deadline, however little comes at a time.
-pub struct Bounded {
-    socket: TcpStream,
-    until: Instant,
-}
-
-impl Bounded {
-    /// Bounds a socket from now on, for [`LIMIT`].
-    pub fn new(socket: TcpStream) -> Bounded {
-        Bounded { socket, until: Instant::now() + LIMIT }
-    }
-
-    fn left(&self) -> io::Result<Option<Duration>> {
-        let left = self.until.saturating_duration_since(Instant::now());
-        match left.is_zero() {
-            true => Err(io::ErrorKind::TimedOut.into()),
-            false => Ok(Some(left)),
-        }
-    }
-}
-
-impl Read for Bounded {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.socket.set_read_timeout(self.left()?)?;
-        self.socket.read(buffer)
-    }
-}
-
-impl Write for Bounded {
-    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
-        self.socket.set_write_timeout(self.left()?)?;
-        self.socket.write(buffer)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.socket.flush()
-    }
 }
 
 #[cfg(test)]

@@ -82,6 +82,23 @@ fn a_host_joins_and_both_know_each_other() {
     assert!(again.contains("set up already"), "{again}");
 }
 
+/// The other's certificate came to lie beside its key.
+#[test]
+fn a_host_with_an_authority_of_its_own_does_not_join_another() {
+    let site = Site::new();
+    let (a, b) = (site.init("a"), site.plan("b"));
+    fs::create_dir_all(&b.directory).unwrap();
+    pki::init(&b.pki()).unwrap();
+    let own = fs::read(b.pki().join(pki::CA_CERT)).unwrap();
+    let (token, waiting) = invite(&a);
+    let refused = join_by(&b, &token).unwrap_err();
+    assert!(refused.contains("an authority of its own"), "{refused}");
+    assert_eq!(fs::read(b.pki().join(pki::CA_CERT)).unwrap(), own);
+    fs::rename(b.pki(), b.directory.join("pki-of-b")).unwrap();
+    join_by(&b, &token).expect("the token is not used up");
+    waiting.join().unwrap().unwrap();
+}
+
 #[test]
 fn a_third_host_is_told_of_all_and_who_does_not_know_it_is_told() {
     let site = Site::new();

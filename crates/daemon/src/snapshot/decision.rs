@@ -44,7 +44,7 @@ fn settle(
     }
 }
 
-fn give_up(
+pub(super) fn give_up(
     arbiter: &Arbiter,
     group: &GroupName,
     incarnation: Incarnation,

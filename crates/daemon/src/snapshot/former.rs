@@ -1,21 +1,28 @@
 //! Former state of a VM on this host before a restore: on record, and on its disk, until the
 //! restore can come to nothing no more.
 
+use super::decision::give_up;
 use super::prepare::PREFIX;
+use crate::bounded;
 use crate::host::{Host, internal};
 use std::ffi::OsStr;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_cluster::messages::RestoreTask;
 use understudy_disk::incomplete_mark;
 use understudy_machine::custody::OF_RESTORE;
 use understudy_machine::{Machine, tpm};
-use understudy_protocol::validity::{ImageRole, may_start};
+use understudy_protocol::validity::{ArbiterWord, ImageRole, may_start};
 use understudy_protocol::{Generation, HostName, Ownership, VmName};
-use understudy_replication::records::{Record, Restoring};
+use understudy_replication::records::{Life, Record, Restoring};
 use understudy_report::error::HostError;
+use understudy_snapshot::{Decision, Incarnation};
+
+/// Time for the arbiter to say what was decided of a restore that nobody goes on with.
+const ASKED_WITHIN: Duration = Duration::from_secs(5);
 
 impl Host {
     /// The guest may run on the images of a restore at this generation from now on; what is on record
@@ -32,22 +39,24 @@ impl Host {
         let again = |record: &Record| Box::new(newest_again(record.clone(), generation, &owned));
         let former = before.as_ref().map(again);
         let peer = owned.host.or_else(|| before.and_then(|record| record.peer));
-        let restoring = Restoring { id: task.id.clone(), settled: false, former };
+        let (group, incarnation) = (task.group.name.clone(), task.incarnation.0);
+        let life = Some(Life { group, incarnation });
+        let restoring = Restoring { id: task.id.clone(), settled: false, life, former };
         let record = self.records.of(ImageRole::Active, generation, &machine.definition_now());
         let record = Record { peer, restoring: Some(restoring), ..record };
         self.records.write(&record).map_err(internal)
     }
 
-    /// All members run, and stay.
-    pub(super) fn note_settled(&self, task: &RestoreTask) {
-        let settled = self.records.change(task.vm(), |record| {
-            let of_it = |restoring: &&mut Restoring| restoring.id == task.id;
+    /// All members of the restore of that name run, and stay.
+    pub(super) fn note_settled(&self, vm: &VmName, id: &str) {
+        let settled = self.records.change(vm, |record| {
+            let of_it = |restoring: &&mut Restoring| restoring.id == id;
             if let Some(restoring) = record.restoring.as_mut().filter(of_it) {
                 restoring.settled = true;
             }
         });
         if let Err(error) = settled {
-            warn!(vm = %task.vm(), "{error}");
+            warn!(%vm, "{error}");
         }
     }
 
@@ -104,7 +113,31 @@ impl Host {
             Err(error) => return warn!(%vm, "{error}"),
         };
         if let Some(restoring) = record.and_then(|record| record.restoring) {
+            if !restoring.settled && self.was_settled(vm, restoring.life) {
+                self.note_settled(vm, &restoring.id);
+            }
             self.end_restore(vm, &restoring.id);
+        }
+    }
+
+    /// Whether it was decided that the members of a restore stay, which this host did not come to noting. If nothing was,
+    /// the restore is given up by the question.
+    fn was_settled(&self, vm: &VmName, life: Option<Life>) -> bool {
+        let (Some(Life { group, incarnation }), Some(arbiter)) = (life, self.arbiter.clone())
+        else {
+            return false;
+        };
+        let ask = move || give_up(&arbiter, &group, Incarnation(incarnation));
+        match bounded::by(Instant::now() + ASKED_WITHIN, format!("settled-{vm}"), ask) {
+            Ok(Some(Ok(decision))) => decision == Decision::Settled,
+            Ok(Some(Err(error))) => {
+                warn!(%vm, "whether its restore was to stay is not known: {error}");
+                false
+            }
+            Ok(None) | Err(_) => {
+                warn!(%vm, "whether its restore was to stay is not known: the arbiter does not answer");
+                false
+            }
         }
     }
 
@@ -125,7 +158,8 @@ impl Host {
 /// said before, are so again: what ran at the generation that the restore has won is gone. Nobody but its operator
 /// starts the VM on them.
 fn newest_again(mut former: Record, won: Generation, before: &Ownership) -> Record {
-    if may_start(&former.image.host, Some(&former.image), Some(before)).is_ok() {
+    let before = ArbiterWord::Says(Some(before.clone()));
+    if may_start(&former.image.host, Some(&former.image), &before).is_ok() {
         former.image.claimed_from = former.image.claimed_from.max(Some(won));
     }
     former.wanted = false;
@@ -188,7 +222,8 @@ mod tests {
             let former = records.of(ImageRole::Active, Generation(3), &definition);
             let former = newest_again(former, Generation(newest + 1), &before);
             let released = Ownership { host: None, generation: Generation(newest + 2) };
-            may_start(&literal("c"), Some(&former.image), Some(&released)).is_ok()
+            let released = ArbiterWord::Says(Some(released));
+            may_start(&literal("c"), Some(&former.image), &released).is_ok()
         };
         assert!(may_start_after(None, 4), "it was stopped here");
         assert!(!may_start_after(Some("a"), 4), "host a took it over");

@@ -63,7 +63,8 @@ use sampling::WorkingSets;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 use take::Taking;
 use understudy_report::FillReport;
 use understudy_snapshot::{Incarnation, SnapshotNumber};
@@ -180,6 +181,18 @@ impl Snapshots {
         restoring.is_some_and(|restoring| restoring.is_under_way())
     }
 
+    /// Waits a moment for the end of the VM's restore, of which its host hears last; whether it is over.
+    pub(crate) fn await_restored(&self, vm: &VmName) -> bool {
+        let deadline = Instant::now() + LAST_WORD;
+        while self.is_restoring(vm) {
+            if Instant::now() > deadline {
+                return false;
+            }
+            thread::sleep(LOOK);
+        }
+        true
+    }
+
     /// Whether a snapshot of the VM is under way.
     pub(crate) fn is_taking(&self, vm: &VmName) -> bool {
         let taking = self.known.lock().takings.get(vm).cloned();
@@ -199,6 +212,11 @@ impl Snapshots {
         restoring.is_some_and(|restoring| restoring.is_loading())
     }
 }
+
+/// Time for the end of a restore that is over to be heard of by each of its hosts.
+const LAST_WORD: Duration = Duration::from_secs(5);
+/// Time between two looks at that.
+const LOOK: Duration = Duration::from_millis(10);
 
 /// Seconds since 1970.
 fn unix_now() -> u64 {

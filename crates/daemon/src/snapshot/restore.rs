@@ -400,7 +400,7 @@ impl Restoring {
     /// All members of the group run, so it may outlive this daemon. A keeper's end is its own.
     fn entrust(self: &Arc<Self>) {
         let Some(host) = self.host.upgrade() else { return };
-        host.note_settled(&self.task);
+        host.note_settled(self.task.vm(), &self.task.id);
         if host.keeps.is_some() {
             return;
         }

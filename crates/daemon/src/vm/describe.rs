@@ -16,6 +16,7 @@ pub(super) fn describe_session(status: &mut VmStatus, session: &primary::Session
     status.generation = generation;
     if phase.has_lost() {
         (status.role, status.live) = (Role::Fenced, false);
+        status.elsewhere = session.is_elsewhere();
     }
     status.group = session.membership().name.clone();
     status.epoch = epoch;

@@ -4,7 +4,7 @@ use super::{disks, pci, rest};
 use crate::draft::Draft;
 use crate::xml::Element;
 use understudy_network::{FIRST_VLAN, LAST_VLAN, VlanSet, Vlans};
-use understudy_qemu::definition::{CardDefinition, CardModel, TpmModel, Vga};
+use understudy_qemu::definition::{CardDefinition, CardModel, TpmModel, Vga, VirtioInterface};
 
 /// What is to be known of a card on libvirt's own network.
 const NAT: &str = ", which is libvirt's NAT, another network on each: a take-over cuts every connection through it. \
@@ -12,7 +12,7 @@ const NAT: &str = ", which is libvirt's NAT, another network on each: a take-ove
 /// Directory where libvirt's swtpms keep their state.
 const TPM_STATES: &str = "/var/lib/libvirt/swtpm";
 
-pub(super) fn devices(draft: &mut Draft<'_>, devices: &Element) {
+pub(super) fn devices(draft: &mut Draft<'_>, devices: &Element, boots: &[&str]) {
     // Bridges and controllers come before what is behind them.
     let controllers = devices.children.iter().filter(|device| device.name == "controller");
     let others = devices.children.iter().filter(|device| device.name != "controller");
@@ -21,24 +21,21 @@ pub(super) fn devices(draft: &mut Draft<'_>, devices: &Element) {
     if !usb && devices.children.iter().any(|device| device.get("bus") == "usb") {
         draft.device("qemu-xhci,id=usb");
     }
-    // Disks boot in the order of the definition.
-    let mut ordered: Vec<&Element> = others.collect();
-    ordered.sort_by_key(|it| it.child_get("boot", "order").parse::<u32>().unwrap_or(u32::MAX));
     let screen = devices.child("video");
-    for it in ordered {
+    for it in others {
         match it.name == "video" && screen.is_none_or(|first| !std::ptr::eq(first, it)) {
             true => draft.left_out(it.line, it.tag(), "a guest has one screen here"),
-            false => device(draft, it),
+            false => device(draft, it, boots),
         }
     }
 }
 
-fn device(draft: &mut Draft<'_>, device: &Element) {
+fn device(draft: &mut Draft<'_>, device: &Element, boots: &[&str]) {
     let (line, tag) = (device.line, device.tag());
     rest::of_device(draft, device);
     match &device.name[..] {
         "emulator" => {}
-        "disk" => disks::disk(draft, device),
+        "disk" => disks::disk(draft, device, boots),
         "interface" => card(draft, device),
         "serial" | "console" => console(draft, device),
         "channel" => channel(draft, device),
@@ -98,6 +95,19 @@ fn tpm(draft: &mut Draft<'_>, tpm: &Element) {
             draft.taken(tpm.line, format!("{what}, which begins with the state in {directory}"));
             draft.vm.tpm_state = Some(directory.into());
         }
+    }
+}
+
+/// Notes a virtio device whose model is not that of the VM's others.
+pub(super) fn interface(draft: &mut Draft<'_>, line: usize, what: &str, model: &str) {
+    let own = match model {
+        "virtio-transitional" => VirtioInterface::Transitional,
+        "virtio-non-transitional" => VirtioInterface::Modern,
+        _ => return,
+    };
+    if draft.vm.virtio != Some(own) {
+        let why = "the VM has one interface for all its virtio devices: see `virtio`";
+        draft.changed(line, format!("{what}, model {model}"), why);
     }
 }
 
@@ -223,6 +233,7 @@ fn card(draft: &mut Draft<'_>, card: &Element) {
     };
     let pci = pci::place(draft, card);
     draft.taken(card.line, format!("{what} on {bridge}"));
+    interface(draft, card.line, &what, card.child_get("model", "type"));
     if mtu.is_some() && model != CardModel::VirtioNet {
         let why = "only a virtio card tells the guest how long packets may be";
         draft.left_out(card.line, format!("{what}, <mtu>"), why);

@@ -1,12 +1,13 @@
 //! Disks and CD-ROM drives.
 
-use super::{pci, rest};
+use super::{devices, pci, rest};
 use crate::draft::{Draft, image_format};
 use crate::xml::Element;
+use std::path::PathBuf;
 use understudy_qemu::definition::{DiskBus, DiskDefinition, EmptyCdrom};
 
 /// `<disk>`.
-pub(super) fn disk(draft: &mut Draft<'_>, disk: &Element) {
+pub(super) fn disk(draft: &mut Draft<'_>, disk: &Element, boots: &[&str]) {
     let target = disk.child_get("target", "dev").to_owned();
     let what = format!("disk {target}");
     let bus = match bus(disk.child_get("target", "bus")) {
@@ -25,17 +26,17 @@ pub(super) fn disk(draft: &mut Draft<'_>, disk: &Element) {
         return draft.refused(disk.line, what, why);
     }
     parts(draft, disk, &what);
-    let Some(path) = source(disk) else {
-        if cdrom {
+    let path = match source(draft, disk) {
+        Ok(Some(path)) => path,
+        Ok(None) if cdrom => {
             draft.taken(disk.line, format!("{what}: an empty CD-ROM drive"));
-            draft.vm.empty_cdroms.push(EmptyCdrom { bus });
-            return;
+            return draft.vm.empty_cdroms.push(EmptyCdrom { bus });
         }
-        let why = format!(
-            "its image is on {}: only files and block devices are replicated",
-            disk.get("type")
-        );
-        return draft.refused(disk.line, what, why);
+        Ok(None) => {
+            let why = "it has no image: only files and block devices are replicated";
+            return draft.refused(disk.line, what, why);
+        }
+        Err(why) => return draft.refused(disk.line, what, why),
     };
     let format = match disk.child_get("driver", "type") {
         "" => {
@@ -48,11 +49,11 @@ pub(super) fn disk(draft: &mut Draft<'_>, disk: &Element) {
         Ok(format) => format,
         Err(why) => return draft.refused(disk.line, what, why),
     };
-    draft.taken(disk.line, format!("{what}: {path}"));
+    draft.taken(disk.line, format!("{what}: {}", path.display()));
     let serial = Some(disk.child_text("serial").to_owned()).filter(|serial| !serial.is_empty());
     let pci = (bus == DiskBus::Virtio).then(|| pci::place(draft, disk)).flatten();
     let new = DiskDefinition::new(path, format, bus);
-    draft.vm.disks.push(DiskDefinition { cdrom, serial, pci, ..new });
+    draft.disk(order(disk, cdrom, boots), DiskDefinition { cdrom, serial, pci, ..new });
 }
 
 /// Notes what there is to say of its parts.
@@ -63,17 +64,15 @@ fn parts(draft: &mut Draft<'_>, disk: &Element, what: &str) {
             "boot" => draft.taken(part.line, format!("{what}, {}", part.tag())),
             "driver" => rest::of_part(draft, part, what, &["name", "type"]),
             "source" => {
-                rest::of_part(draft, part, what, &["file", "dev", "startupPolicy", "index"]);
+                let known = ["file", "dev", "pool", "volume", "startupPolicy", "index"];
+                rest::of_part(draft, part, what, &known);
             }
             "target" => rest::of_part(draft, part, what, &["dev", "bus", "tray"]),
             "blockio" => rest::of_part(draft, part, what, &[]),
             _ => {}
         }
     }
-    if matches!(disk.get("model"), "virtio-transitional" | "virtio-non-transitional") {
-        let why = "its interface is that of all virtio devices of the VM: see `virtio`";
-        draft.changed(disk.line, format!("{what}, model='{}'", disk.get("model")), why);
-    }
+    devices::interface(draft, disk.line, what, disk.get("model"));
 }
 
 fn bus(name: &str) -> Result<DiskBus, String> {
@@ -90,14 +89,36 @@ fn bus(name: &str) -> Result<DiskBus, String> {
     }
 }
 
-fn source(disk: &Element) -> Option<String> {
-    let source = disk.child("source")?;
-    let attribute = match disk.get("type") {
-        "file" => "file",
-        "block" => "dev",
-        _ => return None,
+/// Its place in the order of booting: its own, else that of its kind in `<os>`.
+fn order(disk: &Element, cdrom: bool, boots: &[&str]) -> Option<u32> {
+    let kind: &[&str] = if cdrom { &["cdrom"] } else { &["hd", ""] };
+    let of_kind = || boots.iter().position(|boot| kind.contains(boot))?.try_into().ok();
+    disk.child_get("boot", "order").parse().ok().or_else(of_kind)
+}
+
+/// Where its image lies; none if it has none. A place that is no file and no block device is an error.
+fn source(draft: &Draft<'_>, disk: &Element) -> Result<Option<PathBuf>, String> {
+    let Some(source) = disk.child("source") else { return Ok(None) };
+    let path = match disk.get("type") {
+        "file" | "" => source.get("file"),
+        "block" => source.get("dev"),
+        "volume" => {
+            let (pool, volume) = (source.get("pool"), source.get("volume"));
+            let known = draft.surroundings.volumes.get(&format!("{pool}/{volume}"));
+            return known.cloned().map(Some).ok_or_else(|| {
+                format!(
+                    "say where it lies, as `virsh vol-path {volume} --pool {pool}` does: --volume \
+                     {pool}/{volume}=PATH"
+                )
+            });
+        }
+        kind => {
+            return Err(format!(
+                "its image is on {kind}: only files and block devices are replicated"
+            ));
+        }
     };
-    Some(source.get(attribute).to_owned()).filter(|path| !path.is_empty())
+    Ok(Some(path).filter(|path| !path.is_empty()).map(PathBuf::from))
 }
 
 /// Reason why a disk cannot be replicated as it is.

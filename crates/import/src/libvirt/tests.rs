@@ -1,6 +1,6 @@
 use super::*;
 use crate::Outcome;
-use understudy_qemu::definition::{CardModel, DiskBus, DiskFormat, TpmModel, Vga};
+use understudy_qemu::definition::{CardModel, DiskBus, DiskDefinition, DiskFormat, TpmModel, Vga};
 
 /// Domain that virt-install 5.0 printed for a guest, or `virsh dumpxml` after it was defined.
 macro_rules! domain {
@@ -55,6 +55,31 @@ fn a_defined_guest_keeps_its_places() {
     }
     assert!(vm.console && vm.guest_agent && vm.vnc);
     assert_eq!(vm.vga, Vga::Virtio);
+}
+
+// Before, a guest of `pc` lost its virtio devices to others: a Windows has a new card then, and no disk to boot from.
+#[test]
+fn a_guests_virtio_devices_stay_what_they_are() {
+    for (text, interface) in [
+        (domain!("debian12_pc-defined"), VirtioInterface::Transitional),
+        (domain!("debian12_pc"), VirtioInterface::Transitional),
+        (DEFINED, VirtioInterface::Modern),
+    ] {
+        assert_eq!(definition(text).virtio_interface(), interface);
+    }
+    for (part, instead) in [
+        ("<model type='virtio'/>", "<model type='virtio-transitional'/>"),
+        (
+            "<disk type='file' device='disk'",
+            "<disk type='file' device='disk' model='virtio-transitional'",
+        ),
+    ] {
+        assert_eq!(outcome(part, instead, "the VM has one interface"), Outcome::Changed);
+    }
+    let same =
+        DEFINED.replacen("<model type='virtio'/>", "<model type='virtio-non-transitional'/>", 1);
+    let findings = format!("{:?}", import(&same).findings);
+    assert!(!findings.contains("the VM has one interface"), "{findings}");
 }
 
 #[test]
@@ -285,6 +310,107 @@ fn disks_are_in_the_order_in_which_they_boot() {
     );
     let vm = definition(&text);
     assert_eq!(vm.disks[0].path.to_str(), Some("/b"));
+    let place = vm.disks[0].pci.as_ref().map(ToString::to_string);
+    assert_eq!(
+        place.as_deref(),
+        Some("pcie.0:04.0"),
+        "a port of the domain's is where it would be"
+    );
+}
+
+// Before, a guest booted its installer again, whatever <os> said.
+#[test]
+fn a_cdrom_comes_before_a_disk_only_if_it_is_to_boot_first() {
+    let cdrom = domain!("debian13_cdrom");
+    // The installer's domain, and the one that stays.
+    let (installs, stays) = cdrom.split_at(cdrom.rfind("<domain").unwrap());
+    let boots = "<boot dev=\"cdrom\"/>\n    <boot dev=\"hd\"/>";
+    assert!(installs.contains(boots) && !stays.contains(boots), "{cdrom}");
+    let medium = &installs[installs.find("<disk type=\"file\" device=\"cdrom\">").unwrap()..];
+    let medium = &medium[..medium.find("</disk>").unwrap() + "</disk>".len()];
+    let swapped = installs.replacen(medium, "", 1).replacen("<disk", &format!("{medium}<disk"), 1);
+    let first = |text: &str| {
+        let vm = definition(text);
+        assert_eq!(vm.disks.len(), 2, "{text}");
+        vm.disks[0].cdrom
+    };
+    for (order, is_first) in [
+        (boots, true),
+        ("<boot dev='hd'/>", false),
+        ("<boot dev='hd'/><boot dev='cdrom'/>", false),
+        ("<boot dev='cdrom'/>", true),
+        ("", false),
+    ] {
+        let (plain, swapped) =
+            (installs.replacen(boots, order, 1), swapped.replacen(boots, order, 1));
+        assert_eq!((first(&plain), first(&swapped)), (is_first, is_first), "{order}");
+    }
+    let named =
+        swapped.replacen(boots, "", 1).replacen("<readonly/>", "<readonly/><boot order=\"1\"/>", 1);
+    assert!(first(&named));
+}
+
+// Before, a CD-ROM in a pool was said to be an empty drive.
+#[test]
+fn an_image_that_is_no_file_is_looked_up_or_refused() {
+    let disk = "<source file='/images/d.qcow2'/>";
+    let with = |device: &str, kind: &str, source: &str| {
+        let (device, kind) = (format!("device='{device}'"), format!("<disk type='{kind}'"));
+        let text = DEFINED.replacen("<disk type='file'", &kind, 1).replacen(disk, source, 1);
+        text.replacen("device='disk'", &device, 1)
+            .replacen("'vda' bus='virtio'", "'sda' bus='sata'", 1)
+            .replacen("type='qcow2'", "type='raw'", 1)
+    };
+    let volume = "<source pool='isos' volume='debian.iso'/>";
+    for device in ["disk", "cdrom"] {
+        let text = with(device, "volume", volume);
+        let refused = import(&text);
+        let said = format!("{:?}", refused.findings);
+        assert!(refused.definition.is_none(), "{said}");
+        assert!(said.contains("virsh vol-path debian.iso --pool isos"), "{said}");
+        let volumes = [("isos/debian.iso".to_owned(), "/isos/debian.iso".into())].into();
+        let named = libvirt(&text, &Surroundings { volumes, ..Surroundings::default() });
+        let vm = named.definition.unwrap_or_else(|| panic!("{:#?}", named.findings));
+        assert_eq!(vm.disks[0].path.to_str(), Some("/isos/debian.iso"));
+        assert_eq!(vm.disks[0].cdrom, device == "cdrom");
+        let network = import(&with(device, "network", "<source protocol='http' name='d.iso'/>"));
+        assert!(network.definition.is_none());
+        assert!(format!("{:?}", network.findings).contains("its image is on network"));
+    }
+    let drive = with("cdrom", "file", "").replace(
+        "</devices>",
+        "<disk type='file' device='disk'>\
+        <driver type='raw'/><source file='/d'/><target dev='vdb' bus='virtio'/></disk></devices>",
+    );
+    assert_eq!(definition(&drive).empty_cdroms.len(), 1);
+}
+
+// Before, the next device got the place of one that the guest has, and the VM did not start.
+#[test]
+fn a_device_that_is_added_later_is_told_a_free_place() {
+    for (text, taken, free) in [
+        (
+            domain!("debian12_pc-defined"),
+            "pci.0:04.0, the place of `-device qemu-xhci",
+            "pci.0:05.0",
+        ),
+        (
+            domain!("win11_no-tpm-defined"),
+            "pcie.0:03.0, the place of `-device pcie-root-port",
+            "pcie.0:04.0",
+        ),
+    ] {
+        let mut vm = definition(text);
+        let disk = DiskDefinition::new("/new", DiskFormat::Raw, DiskBus::Virtio);
+        vm.disks.push(disk.clone());
+        let problem = vm.validate().remove(0);
+        let field = format!("disk[{}].pci", vm.disks.len() - 1);
+        assert_eq!(problem.field, field);
+        assert!(problem.message.contains(taken), "{problem}");
+        assert!(problem.message.ends_with(&format!("\"{free}\" is free")), "{problem}");
+        *vm.disks.last_mut().unwrap() = DiskDefinition { pci: free.parse().ok(), ..disk };
+        assert_eq!(vm.validate(), []);
+    }
 }
 
 #[test]

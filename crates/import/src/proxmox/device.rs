@@ -1,7 +1,7 @@
 //! The devices of a VM of Proxmox.
 
 use super::Line;
-use crate::draft::{Draft, image_format};
+use crate::draft::{Draft, image_format, other_controller};
 use std::path::PathBuf;
 use understudy_network::{FIRST_VLAN, LAST_VLAN, VlanSet, VlanSetError, Vlans};
 use understudy_qemu::definition::{
@@ -193,7 +193,11 @@ fn obstacle(line: &Line<'_>, cdrom: bool) -> Option<&'static str> {
 }
 
 /// A disk or CD-ROM drive; whether the line is one.
-pub(super) fn disk(draft: &mut Draft<'_>, line: &Line<'_>, scsihw: Option<Line<'_>>) -> bool {
+pub(super) fn disk(
+    draft: &mut Draft<'_>,
+    line: &Line<'_>,
+    (scsihw, order): (Option<Line<'_>>, &[&str]),
+) -> bool {
     let buses = [
         ("virtio", DiskBus::Virtio),
         ("scsi", DiskBus::Scsi),
@@ -204,10 +208,7 @@ pub(super) fn disk(draft: &mut Draft<'_>, line: &Line<'_>, scsihw: Option<Line<'
     let Some((bus, index)) = found else { return false };
     let controller = scsihw.map_or("lsi", |line| line.value);
     if bus == DiskBus::Scsi && !controller.starts_with("virtio-scsi") {
-        let why = format!(
-            "the controller {controller} is not known; the guest may need virtio-scsi's driver first"
-        );
-        draft.refused(line.number, line.text(), why);
+        draft.refused(line.number, line.text(), other_controller(controller));
         return true;
     }
     let cdrom = line.option("media") == "cdrom";
@@ -227,7 +228,9 @@ pub(super) fn disk(draft: &mut Draft<'_>, line: &Line<'_>, scsihw: Option<Line<'
         let is_virtio = bus == DiskBus::Virtio;
         let pci = is_virtio.then(|| place(draft, line, Some(index), FIRST_DISK_SLOT)).flatten();
         let new = DiskDefinition::new(path, format, bus);
-        draft.vm.disks.push(DiskDefinition { cdrom, serial, pci, ..new });
+        let order = order.iter().position(|key| *key == line.key);
+        let order = order.and_then(|order| order.try_into().ok());
+        draft.disk(order, DiskDefinition { cdrom, serial, pci, ..new });
     }
     true
 }

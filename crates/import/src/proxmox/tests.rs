@@ -1,6 +1,6 @@
 use super::*;
 use crate::Outcome;
-use understudy_qemu::definition::{CardModel, DiskBus, DiskFormat};
+use understudy_qemu::definition::{CardDefinition, CardModel, DiskBus, DiskFormat};
 
 const WEB: &str = "\
 #a comment
@@ -51,6 +51,39 @@ fn a_vm_is_taken_over() {
     assert_eq!(vm.cards[0].pci.as_ref().unwrap().to_string(), "pci.0:12.0", "the guest's ens18");
     assert!(vm.cpu.unwrap().starts_with("qemu64,aes=on"));
     assert!(vm.secure_boot && vm.guest_agent && vm.console);
+}
+
+// Before, the guest found other virtio devices than it had.
+#[test]
+fn a_guests_virtio_devices_stay_what_they_are() {
+    for machine in ["machine: q35\n", "machine: pc\n", ""] {
+        let vm = import(&WEB.replacen("machine: q35\n", machine, 1)).definition.unwrap();
+        assert_eq!(vm.virtio_interface(), VirtioInterface::Transitional, "{machine}");
+    }
+}
+
+// Before, it got the place of the first, and the VM did not start.
+#[test]
+fn a_card_that_is_added_later_is_told_a_free_place() {
+    let second =
+        "net0: virtio=BC:24:11:2F:5A:7C,bridge=vmbr0\nnet1: virtio=BC:24:11:2F:5A:7D,bridge=vmbr0";
+    let pc = WEB.replacen("machine: q35", "machine: pc", 1);
+    let text = pc.replacen("net0: virtio=BC:24:11:2F:5A:7C,bridge=vmbr0,firewall=1", second, 1);
+    // Its seventh is behind a bridge there.
+    let seventh = format!("{second}\nnet6: virtio=BC:24:11:2F:5A:7E,bridge=vmbr0");
+    let imported = import(&text.replacen(second, &seventh, 1)).definition.unwrap();
+    assert_eq!(imported.cards[2].pci.as_ref().unwrap().to_string(), "pci.0:03.0");
+    let mut vm = import(&text).definition.unwrap();
+    let third = CardDefinition {
+        pci: None,
+        mac: "52:54:00:00:00:03".parse().unwrap(),
+        ..vm.cards[0].clone()
+    };
+    vm.cards.push(third);
+    let problem = vm.validate().remove(0);
+    assert_eq!(problem.field, "card[2].pci");
+    assert!(problem.message.contains("pci.0:12.0, the place of card[0]"), "{problem}");
+    assert!(problem.message.contains("\"pci.0:03.0\" is free"), "{problem}");
 }
 
 #[test]

@@ -1,20 +1,23 @@
 //! The devices of a command line, with what is behind them.
 
 use super::{Argument, LINE};
-use crate::draft::{Draft, image_format};
+use crate::draft::{Draft, image_format, other_controller};
 use understudy_qemu::definition::{
     CardDefinition, CardModel, DiskBus, DiskDefinition, DiskFormat, EmptyCdrom, PciPlace, TpmModel,
+    VirtioInterface,
 };
 
 /// Drives and networks go with the devices that name them; drives with `if=` are devices, too.
 pub(super) fn devices(draft: &mut Draft<'_>, arguments: &[Argument]) {
     let all = |option: &'static str| arguments.iter().filter(move |it| it.option == option);
     pflash(draft, arguments);
+    virtio(draft, arguments);
     for drive in all("-drive").filter(|drive| !matches!(drive.get("if"), "none" | "pflash")) {
         let bus = match drive.get("if") {
             "virtio" => Ok(DiskBus::Virtio),
             "ide" | "" => Ok(DiskBus::Ide),
-            "scsi" => Ok(DiskBus::Scsi),
+            // QEMU makes one for them.
+            "scsi" => Err(other_controller("lsi53c895a")),
             other => Err(format!("a drive on {other:?} is not replicated")),
         };
         match bus {
@@ -25,21 +28,41 @@ pub(super) fn devices(draft: &mut Draft<'_>, arguments: &[Argument]) {
     for medium in all("-cdrom") {
         let new = DiskDefinition::new(medium.value.clone(), DiskFormat::Raw, DiskBus::Ide);
         draft.taken(LINE, medium.text());
-        draft.vm.disks.push(DiskDefinition { cdrom: true, ..new });
+        draft.disk(None, DiskDefinition { cdrom: true, ..new });
     }
     for nic in all("-nic") {
         card(draft, nic, nic, nic.get("model"));
     }
-    // Disks boot in the order of the definition.
-    let mut ordered: Vec<&Argument> = all("-device").collect();
-    ordered.sort_by_key(|it| it.get("bootindex").parse::<u32>().unwrap_or(u32::MAX));
-    ordered.into_iter().for_each(|it| one(draft, it, arguments));
+    all("-device").for_each(|it| one(draft, it, arguments));
     if !arguments
         .iter()
         .any(|it| matches!(&*it.option, "-nodefaults" | "-nic" | "-net" | "-netdev"))
     {
         let why = "write what the guest needs of it: -nic bridge,br=BRIDGE,mac=…";
         draft.left_out(LINE, "the card and the drives that QEMU gives without -nodefaults", why);
+    }
+}
+
+/// The interface of the VM's virtio devices: behind a port of PCIe QEMU's have the modern one alone, else both.
+fn virtio(draft: &mut Draft<'_>, arguments: &[Argument]) {
+    let devices = || arguments.iter().filter(|it| it.option == "-device");
+    let is_port = |id: &str| {
+        let ports = ["pcie-root-port", "ioh3420", "xio3130-downstream"];
+        !id.is_empty()
+            && devices().any(|it| it.get("id") == id && ports.contains(&it.named(&["driver"])))
+    };
+    let virtio = devices().filter(|it| {
+        let drivers = ["virtio-blk", "virtio-net", "virtio-scsi"];
+        drivers.contains(&it.named(&["driver"]).trim_end_matches("-pci"))
+    });
+    let (behind, beside): (Vec<_>, Vec<_>) = virtio.partition(|it| is_port(it.get("bus")));
+    draft.vm.virtio = Some(match behind.is_empty() {
+        true => VirtioInterface::Transitional,
+        false => VirtioInterface::Modern,
+    });
+    for device in beside.iter().filter(|_| !behind.is_empty()) {
+        let why = "the VM has one interface for all its virtio devices: see `virtio`";
+        draft.changed(LINE, device.text(), why);
     }
 }
 
@@ -58,6 +81,42 @@ fn pflash(draft: &mut Draft<'_>, arguments: &[Argument]) {
     }
 }
 
+/// SCSI controllers of QEMU's, beside virtio's.
+const SCSI_CONTROLLERS: [&str; 11] = [
+    "am53c974",
+    "dc390",
+    "lsi",
+    "lsi53c810",
+    "lsi53c895a",
+    "megasas",
+    "megasas-gen2",
+    "mptsas1068",
+    "pvscsi",
+    "usb-bot",
+    "usb-uas",
+];
+
+/// Reason why a disk is not taken that is on another controller than those of a definition's disks.
+fn foreign_controller(device: &Argument, bus: DiskBus, arguments: &[Argument]) -> Option<String> {
+    let on = device.get("bus").rsplit_once('.').map_or(device.get("bus"), |(id, _)| id);
+    let controllers = arguments.iter().filter(|it| it.option == "-device");
+    let named = controllers.clone().find(|it| !on.is_empty() && it.get("id") == on);
+    let driver = named.map(|it| it.named(&["driver"]));
+    match (bus, driver) {
+        (DiskBus::Scsi, Some("virtio-scsi-pci" | "virtio-scsi")) => None,
+        (DiskBus::Scsi, Some(other)) => Some(other_controller(other)),
+        // It is on the first that has room.
+        (DiskBus::Scsi, None) => {
+            let mut drivers = controllers.map(|it| it.named(&["driver"]));
+            drivers.find(|driver| SCSI_CONTROLLERS.contains(driver)).map(other_controller)
+        }
+        (DiskBus::Ide, Some(other)) => Some(format!(
+            "the controller {other} is not known: its disks are on the chipset's here"
+        )),
+        _ => None,
+    }
+}
+
 fn one(draft: &mut Draft<'_>, device: &Argument, arguments: &[Argument]) {
     let behind = |option: &str, id: &str| {
         let found = |it: &&Argument| !id.is_empty() && it.option == option && it.get("id") == id;
@@ -72,6 +131,9 @@ fn one(draft: &mut Draft<'_>, device: &Argument, arguments: &[Argument]) {
     };
     if let Some(bus) = bus {
         let cdrom = driver.ends_with("-cd");
+        if let Some(why) = foreign_controller(device, bus, arguments) {
+            return draft.refused(LINE, device.text(), why);
+        }
         return match behind("-drive", device.get("drive")) {
             Some(drive) => disk(draft, &drive, bus, cdrom, Some(device)),
             None if cdrom && device.get("drive").is_empty() => {
@@ -99,6 +161,16 @@ fn one(draft: &mut Draft<'_>, device: &Argument, arguments: &[Argument]) {
             device.text(),
             "QEMU cannot save the state of an NVMe disk: make it virtio-blk-pci",
         ),
+        "virtserialport" if is_agents(device) => {
+            draft.vm.guest_agent = true;
+            draft.taken(LINE, "the channel of the guest's agent");
+            let known = ["driver", "chardev", "name", "id", "bus", "nr"];
+            draft.rest(LINE, "-device virtserialport", &device.beside(&known));
+        }
+        // Made with the agent's channel.
+        "virtio-serial-pci" | "virtio-serial" if arguments.iter().any(is_agents) => {
+            draft.rest(LINE, "-device virtio-serial-pci", &device.beside(&["driver", "id"]));
+        }
         // Their other ends are this host's.
         "virtserialport" | "virtconsole" | "virtio-serial-pci" | "virtio-serial" | "isa-serial"
         | "usb-redir" | "usb-storage" | "usb-net" => {
@@ -109,6 +181,11 @@ fn one(draft: &mut Draft<'_>, device: &Argument, arguments: &[Argument]) {
             draft.device(device.value.clone());
         }
     }
+}
+
+/// Whether a port is the channel of the guest's agent.
+fn is_agents(device: &Argument) -> bool {
+    device.named(&["driver"]) == "virtserialport" && device.get("name") == "org.qemu.guest_agent.0"
 }
 
 /// A TPM, whose state is wherever the swtpm behind it keeps that.
@@ -128,12 +205,7 @@ fn place(draft: &mut Draft<'_>, device: &Argument) -> Option<PciPlace> {
     if bus.is_empty() && address.is_empty() {
         return None;
     }
-    let root = if draft.vm.is_q35() { "pcie.0" } else { "pci.0" };
-    let bus = if bus.is_empty() { root } else { bus };
-    let number = |text: &str| u8::from_str_radix(text.trim_start_matches("0x"), 16).ok();
-    let (slot, function) = address.split_once('.').unwrap_or((address, "0"));
-    let found = || PciPlace::new(bus, number(slot)?, number(function)?);
-    let found = found();
+    let found = PciPlace::of_options(&device.value, draft.vm.root_bus());
     if found.is_none() {
         let why = "it is at another place on the PCI bus: the guest may call it otherwise";
         draft.changed(LINE, device.text(), why);
@@ -199,7 +271,8 @@ fn disk(
     let serial = serial.filter(|serial| !serial.is_empty());
     draft.taken(LINE, drive.text());
     let pci = device.filter(|_| bus == DiskBus::Virtio).and_then(|device| place(draft, device));
-    draft.vm.disks.push(DiskDefinition { cdrom, serial, pci, ..new });
+    let order = device.and_then(|device| device.get("bootindex").parse().ok());
+    draft.disk(order, DiskDefinition { cdrom, serial, pci, ..new });
 }
 
 fn card(draft: &mut Draft<'_>, network: &Argument, device: &Argument, model: &str) {

@@ -145,3 +145,88 @@ fn disks_and_cards_keep_their_places_and_their_order() {
     assert_eq!(place(&vm.disks[disk("/srv/web.qcow2")].pci), "pcie.0:05.0");
     assert_eq!((place(&vm.cards[0].pci), vm.cards[0].mtu), ("pcie.0:06.1".to_owned(), Some(9000)));
 }
+
+// Before, the guest booted the CD-ROM.
+#[test]
+fn a_cdrom_comes_before_a_disk_only_if_it_is_to_boot_first() {
+    let cdrom = "-drive file=/cd.iso,format=raw,if=ide,media=cdrom";
+    let first = |line: &str| import(line).definition.unwrap().disks[0].path.clone();
+    let line = LINE_OF_A_SCRIPT.replacen("-device ide-cd", "", 1);
+    let before = line.replacen("-drive 'file", &format!("{cdrom} -drive 'file"), 1);
+    assert_eq!(first(&before).to_str(), Some("/srv/my data.raw"));
+    let before = line.replacen("-name web", "-cdrom /cd.iso -name web", 1);
+    assert_eq!(first(&before).to_str(), Some("/srv/my data.raw"));
+    let ordered = format!(
+        "{line} -drive file=/cd.iso,format=raw,if=none,id=c -device ide-cd,drive=c,bootindex=0"
+    );
+    assert_eq!(first(&ordered).to_str(), Some("/cd.iso"));
+}
+
+// Before, a guest found its disks on a controller that it has no driver for.
+#[test]
+fn a_disk_on_another_controller_is_refused() {
+    let with = |more: &str| import(&LINE_OF_A_SCRIPT.replacen("-device ide-cd", more, 1));
+    let drive = "-drive file=/s,format=raw,if=none,id=s0";
+    for (controller, disk, name) in [
+        ("-device megasas,id=s", "scsi-hd,bus=s.0,drive=s0", "megasas"),
+        ("-device pvscsi", "scsi-hd,drive=s0", "pvscsi"),
+        ("-device virtio-scsi-pci,id=v -device lsi,id=s", "scsi-cd,bus=s.0", "lsi"),
+        ("-device ahci,id=a", "ide-hd,bus=a.1,drive=s0", "ahci"),
+        ("-drive file=/t,format=raw,if=scsi", "ide-cd", "lsi53c895a"),
+    ] {
+        let import = with(&format!("{controller} {drive} -device {disk}"));
+        let why = format!("the controller {name} is not known");
+        assert!(import.definition.is_none(), "{disk} on {controller} was taken");
+        let refused = import.findings.iter().filter(|it| it.outcome == Outcome::Refused);
+        assert!(refused.clone().any(|it| it.why.contains(&why)), "{:?}", import.findings);
+    }
+    for (controller, disk, bus) in [
+        ("-device virtio-scsi-pci,id=v", "scsi-hd,bus=v.0,drive=s0", DiskBus::Scsi),
+        ("-device virtio-scsi-pci", "scsi-hd,bus=scsi.0,drive=s0", DiskBus::Scsi),
+        ("", "ide-hd,bus=ide.1,drive=s0", DiskBus::Ide),
+    ] {
+        let import = with(&format!("{controller} {drive} -device {disk}"));
+        let vm = import.definition.unwrap_or_else(|| panic!("{:#?}", import.findings));
+        assert!(vm.disks.iter().any(|disk| disk.bus == bus && disk.path.to_str() == Some("/s")));
+    }
+}
+
+// Before, what libvirt's users write into scripts was refused.
+#[test]
+fn the_channel_of_the_guests_agent_is_taken_and_no_other() {
+    let with = |name: &str| {
+        let more = format!(
+            "-device virtio-serial-pci,id=vs -chardev socket,path=/run/qga,server=on,wait=off,id=qga0 \
+             -device virtserialport,bus=vs.0,chardev=qga0,name={name}"
+        );
+        import(&LINE_OF_A_SCRIPT.replacen("-device ide-cd", &more, 1))
+    };
+    let agent = with("org.qemu.guest_agent.0");
+    assert!(agent.definition.unwrap_or_else(|| panic!("{:#?}", agent.findings)).guest_agent);
+    let other = with("com.redhat.spice.0");
+    assert!(other.definition.is_none());
+    assert!(format!("{:?}", other.findings).contains("would not be held"), "{:?}", other.findings);
+}
+
+// Before, devices on the root bus of q35 became others than they were.
+#[test]
+fn virtio_devices_are_modern_behind_a_port_of_pcie() {
+    use understudy_qemu::definition::VirtioInterface;
+    let port = "-device pcie-root-port,id=p1,chassis=1";
+    let of = |line: &str| {
+        let import = import(line);
+        let changed = format!("{:?}", import.findings).matches("the VM has one interface").count();
+        (import.definition.unwrap().virtio, changed)
+    };
+    assert_eq!(of(LINE_OF_A_SCRIPT), (Some(VirtioInterface::Transitional), 0));
+    let behind = |parts: &[&str]| {
+        let all = LINE_OF_A_SCRIPT.replacen("-device ide-cd", port, 1);
+        parts
+            .iter()
+            .fold(all, |line, part| line.replacen(part, &format!("{part}bus=p1,addr=0,"), 1))
+    };
+    assert_eq!(of(&behind(&["drive=d0,"])), (Some(VirtioInterface::Modern), 1), "the card is not");
+    let other = behind(&["drive=d0,"]).replacen("netdev=n0,", "netdev=n0,bus=p2,addr=0,", 1);
+    let both = other.replacen(port, &format!("{port} -device pcie-root-port,id=p2,chassis=2"), 1);
+    assert_eq!(of(&both), (Some(VirtioInterface::Modern), 0));
+}

@@ -1,7 +1,8 @@
 //! Revocation: a certificate that is on the authority's list is of no more use.
 
+use super::authority::Authority;
 use super::ledger::{self, Issued, LEDGER};
-use super::{CA_CERT, internal, issuer, moment};
+use super::{CA_CERT, moment};
 use crate::tls::certificate::{self, Facts};
 use rcgen::{CertificateRevocationListParams, KeyIdMethod, RevokedCertParams, SerialNumber};
 use rustls::pki_types::pem::{self, PemObject};
@@ -21,7 +22,7 @@ use understudy_report::error::{ErrorKind, HostError, cannot};
 pub const REVOKED: &str = "revoked.pem";
 /// File that it is made from: a line for each certificate, with its number and the second of its
 /// end.
-const INDEX: &str = "revoked.txt";
+pub(super) const INDEX: &str = "revoked.txt";
 /// The list has no end of its own: a host that gets no newer one goes on with it.
 const LIST_DAYS: u64 = 36_500;
 
@@ -39,6 +40,7 @@ pub struct Revoked {
 /// Puts certificates on the list of the CA in `directory`: all that it has issued for host `which`, or those of the file
 /// `which`.
 pub fn revoke(directory: &Path, which: &str) -> Result<Revoked, HostError> {
+    let authority = Authority::open(directory)?;
     let _turn = ledger::turn(directory)?;
     let serials: Vec<String> = match which.contains('/') || which.ends_with(".pem") {
         true => {
@@ -54,7 +56,7 @@ pub fn revoke(directory: &Path, which: &str) -> Result<Revoked, HostError> {
             index.push((serial.clone(), now.as_secs()));
         }
     }
-    let list = write_list(directory, &index)?;
+    let list = authority.write_list(&index)?;
     Ok(Revoked { list, certificates: index.len(), numbers: serials })
 }
 
@@ -80,12 +82,6 @@ fn issued_to(directory: &Path, name: &str) -> Result<Vec<Issued>, HostError> {
         return Err(HostError::new(ErrorKind::NotFound, message));
     }
     Ok(issued)
-}
-
-/// Writes a list on which nothing is, unless there is one.
-pub(super) fn begin(directory: &Path) -> Result<(), HostError> {
-    let index = read_index(directory)?;
-    write_list(directory, &index).map(drop)
 }
 
 /// The facts of those certificates in a file that are of this CA, if there are any.
@@ -191,32 +187,37 @@ pub(super) fn entries<T>(
     })
 }
 
-/// Makes the list; where it is.
-fn write_list(directory: &Path, index: &[(String, u64)]) -> Result<PathBuf, HostError> {
-    let now = SystemTime::now();
-    let revoked = |(serial, second): &(String, u64)| RevokedCertParams {
-        serial_number: SerialNumber::from(unhex(serial).unwrap_or_default()),
-        revocation_time: moment(SystemTime::UNIX_EPOCH + Duration::from_secs(*second)),
-        reason_code: None,
-        invalidity_date: None,
-    };
-    let list = CertificateRevocationListParams {
-        this_update: moment(now),
-        next_update: moment(now + Duration::from_secs(LIST_DAYS * 24 * 3600)),
-        crl_number: SerialNumber::from(index.len() as u64 + 1),
-        issuing_distribution_point: None,
-        revoked_certs: index.iter().map(revoked).collect(),
-        key_identifier_method: KeyIdMethod::Sha256,
-    };
-    let pem = list.signed_by(&issuer(directory, now)?).and_then(|list| list.pem());
-    let pem = pem.map_err(internal)?;
-    let lines: String =
-        index.iter().map(|(serial, second)| format!("{serial} {second}\n")).collect();
-    // The index first: a list is never made from less than was on the last.
-    replace(&directory.join(INDEX), &lines)?;
-    let path = directory.join(REVOKED);
-    replace(&path, &pem)?;
-    Ok(path)
+impl Authority {
+    /// Writes a list on which nothing is.
+    pub(super) fn begin_list(&self) -> Result<(), HostError> {
+        self.write_list(&[]).map(drop)
+    }
+
+    /// Makes the list; where it is.
+    fn write_list(&self, index: &[(String, u64)]) -> Result<PathBuf, HostError> {
+        let now = SystemTime::now();
+        let revoked = |(serial, second): &(String, u64)| RevokedCertParams {
+            serial_number: SerialNumber::from(unhex(serial).unwrap_or_default()),
+            revocation_time: moment(SystemTime::UNIX_EPOCH + Duration::from_secs(*second)),
+            reason_code: None,
+            invalidity_date: None,
+        };
+        let pem = self.sign_list(CertificateRevocationListParams {
+            this_update: moment(now),
+            next_update: moment(now + Duration::from_secs(LIST_DAYS * 24 * 3600)),
+            crl_number: SerialNumber::from(index.len() as u64 + 1),
+            issuing_distribution_point: None,
+            revoked_certs: index.iter().map(revoked).collect(),
+            key_identifier_method: KeyIdMethod::Sha256,
+        })?;
+        let lines: String =
+            index.iter().map(|(serial, second)| format!("{serial} {second}\n")).collect();
+        // The index first: a list is never made from less than was on the last.
+        replace(&self.directory.join(INDEX), &lines)?;
+        let path = self.directory.join(REVOKED);
+        replace(&path, &pem)?;
+        Ok(path)
+    }
 }
 
 pub(super) fn replace(path: &Path, text: &str) -> Result<(), HostError> {

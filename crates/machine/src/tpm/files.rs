@@ -5,10 +5,14 @@
 //! has mirrored, and what swtpm's file held before its directory was made anew.
 
 use super::mirror::Mirrored;
-use anyhow::Context;
+use anyhow::{Context, bail, ensure};
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, open, openat};
+use nix::sys::stat::Mode;
 use std::fs::{self, File};
-use std::io;
-use std::os::unix::fs::OpenOptionsExt;
+use std::io::{self, Read};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use understudy_qemu::user::{self, User};
 
@@ -18,6 +22,8 @@ const DIRECTORY: &str = "tpm";
 const STATE: &str = "tpm2-00.permall";
 /// The same, kept beside that directory.
 const KEPT: &str = "tpm.kept";
+/// The most bytes of it; libtpms writes less than a tenth of them.
+const LONGEST: u64 = 1 << 20;
 /// The file of what a backup has mirrored.
 const MIRROR: &str = "tpm.mirror";
 
@@ -33,7 +39,7 @@ pub enum TpmStateAt {
 /// Whether there is a state of a VM's TPM in its directory.
 pub fn has_tpm_state(run_dir: &Path, at: TpmStateAt) -> bool {
     let beside = mirror(run_dir).is_file() || kept(run_dir).is_file();
-    beside || (at == TpmStateAt::Own && own(run_dir).is_file())
+    beside || (at == TpmStateAt::Own && own_state(run_dir).is_ok_and(|state| state.is_some()))
 }
 
 pub(super) fn directory(run_dir: &Path) -> PathBuf {
@@ -85,18 +91,59 @@ pub(super) fn prepare_standby(run_dir: &Path, user: Option<User>) -> anyhow::Res
 }
 
 /// Keeps what swtpm's file holds, if that is the state.
-fn keep(run_dir: &Path) -> io::Result<()> {
-    let (own, kept) = (own(run_dir), kept(run_dir));
-    if !own.is_file() || kept.is_file() || mirror(run_dir).is_file() {
+fn keep(run_dir: &Path) -> anyhow::Result<()> {
+    if kept(run_dir).is_file() || mirror(run_dir).is_file() {
         return Ok(());
     }
-    replace(run_dir, KEPT, &fs::read(own)?)
+    let Some(state) = own_state(run_dir)? else { return Ok(()) };
+    let mut content = Vec::new();
+    // It may grow meanwhile.
+    state.take(LONGEST + 1).read_to_end(&mut content)?;
+    ensure!(content.len() as u64 <= LONGEST, "{}", no_state(run_dir, "is too long"));
+    Ok(replace(run_dir, KEPT, &content)?)
+}
+
+/// Opens swtpm's own file, if there is one. Its directory is of whoever may have taken swtpm, or QEMU, over: what that
+/// user could not have read, or made, is no state.
+fn own_state(run_dir: &Path) -> anyhow::Result<Option<File>> {
+    let plain = OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+    let opened = open(&directory(run_dir), plain | OFlag::O_DIRECTORY, Mode::empty());
+    let opened = existing(opened).with_context(|| directory(run_dir).display().to_string())?;
+    let Some(directory) = opened else { return Ok(None) };
+    // A pipe is not waited for.
+    let opened = openat(&directory, STATE, plain | OFlag::O_NONBLOCK, Mode::empty());
+    let opened = match opened {
+        Err(Errno::ELOOP) => bail!("{}", no_state(run_dir, "is a link")),
+        opened => existing(opened).with_context(|| own(run_dir).display().to_string())?,
+    };
+    let Some(file) = opened.map(File::from) else { return Ok(None) };
+    let (found, owner) = (file.metadata()?, File::from(directory).metadata()?.uid());
+    ensure!(found.is_file(), "{}", no_state(run_dir, "is no regular file"));
+    ensure!(found.uid() == owner, "{}", no_state(run_dir, "is another user's"));
+    ensure!(found.len() <= LONGEST, "{}", no_state(run_dir, "is too long"));
+    Ok(Some(file))
+}
+
+fn existing(opened: nix::Result<OwnedFd>) -> nix::Result<Option<OwnedFd>> {
+    match opened {
+        Err(Errno::ENOENT) => Ok(None),
+        opened => opened.map(Some),
+    }
+}
+
+fn no_state(run_dir: &Path, why: &str) -> String {
+    format!(
+        "{} {why}: no swtpm has made it, and whoever has is in the guest's QEMU or swtpm; put a copy of the TPM's state to {}, \
+         or remove it, and the guest gets a new TPM",
+        own(run_dir).display(),
+        kept(run_dir).display()
+    )
 }
 
 /// Makes what swtpm has written the state from now on.
 pub(super) fn settle(run_dir: &Path) -> anyhow::Result<()> {
-    let own = own(run_dir);
-    File::open(&own).and_then(|file| file.sync_all()).with_context(|| own.display().to_string())?;
+    let missing = || format!("there is no {}", own(run_dir).display());
+    own_state(run_dir)?.with_context(missing)?.sync_all()?;
     File::open(directory(run_dir))?.sync_all()?;
     remove(&mirror(run_dir))?;
     Ok(remove(&kept(run_dir))?)
@@ -126,7 +173,8 @@ fn replace(run_dir: &Path, name: &str, content: &[u8]) -> io::Result<()> {
 /// Writes a file that its owner alone may read, to stable storage.
 fn write(path: &Path, content: &[u8]) -> io::Result<File> {
     let mut options = File::options();
-    let file = options.write(true).create(true).truncate(true).mode(0o600).open(path)?;
+    let options = options.write(true).create(true).truncate(true).mode(0o600);
+    let file = options.custom_flags(OFlag::O_NOFOLLOW.bits()).open(path)?;
     io::copy(&mut &content[..], &mut &file)?;
     file.sync_all()?;
     Ok(file)
@@ -191,6 +239,52 @@ mod tests {
         let old = vm("endorsed");
         prepare(old.path(), Some(seed.path()), None).unwrap();
         assert_eq!(state(&old), "endorsed");
+    }
+
+    /// It was read by root, and the guest's next TPM told what was in it.
+    #[test]
+    fn what_swtpm_could_not_have_read_or_made_is_no_state() {
+        use std::os::unix::fs::{chown, symlink};
+        let refused = |vm: &tempfile::TempDir, words: &str| {
+            assert!(!has_tpm_state(vm.path(), TpmStateAt::Own), "{words}");
+            for error in [
+                prepare(vm.path(), None, None).map(drop).unwrap_err(),
+                prepare_standby(vm.path(), None).unwrap_err(),
+                settle(vm.path()).unwrap_err(),
+            ] {
+                assert!(format!("{error:#}").contains(words), "{error:#}");
+            }
+            assert!(!kept(vm.path()).exists(), "{words}");
+        };
+        let secret = tempfile::NamedTempFile::new().unwrap();
+        fs::write(secret.path(), "of root").unwrap();
+        let vm = vm("endorsed");
+        let own = own(vm.path());
+        let state = File::options().write(true).open(&own).unwrap();
+        state.set_len(1 << 30).unwrap();
+        refused(&vm, "is too long");
+        fs::remove_file(&own).unwrap();
+        symlink(secret.path(), &own).unwrap();
+        refused(&vm, "is a link");
+        fs::remove_file(&own).unwrap();
+        nix::unistd::mkfifo(&own, Mode::S_IRWXU).unwrap();
+        refused(&vm, "is no regular file");
+        fs::remove_file(&own).unwrap();
+        fs::write(&own, "of root").unwrap();
+        chown(directory(vm.path()), Some(12_345), None).unwrap();
+        refused(&vm, "is another user's");
+        chown(&own, Some(12_345), None).unwrap();
+        prepare(vm.path(), None, None).unwrap();
+        assert_eq!(fs::read_to_string(kept(vm.path())).unwrap(), "of root");
+    }
+
+    #[test]
+    fn a_directory_that_is_a_link_is_not_swtpms() {
+        let (vm, other) = (tempfile::tempdir().unwrap(), vm("of another"));
+        std::os::unix::fs::symlink(directory(other.path()), directory(vm.path())).unwrap();
+        assert!(!has_tpm_state(vm.path(), TpmStateAt::Own));
+        assert!(prepare(vm.path(), None, None).is_err());
+        assert!(!kept(vm.path()).exists());
     }
 
     /// A standby's swtpm writes a file of its own, which is none of the guest's.

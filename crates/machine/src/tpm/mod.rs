@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tracing::info;
 use understudy_qemu::process::Launch;
-use understudy_qemu::user::User;
+use understudy_qemu::user::{RunAs, User};
 use understudy_qemu::{Qemu, Role};
 
 const PROGRAM: &str = "swtpm";
@@ -57,21 +57,8 @@ impl Tpm {
         };
         let mirrored =
             prepared.with_context(|| format!("cannot prepare {}", directory.display()))?;
-        let (qemus, ours) = UnixStream::pair().context("cannot make a TPM's sockets")?;
-        let control = format!("type=unixio,clientfd={}", ours.as_raw_fd());
-        let arguments =
-            ["socket", "--tpm2", "--tpmstate", "dir=.", "--ctrl", &control, "--terminate"];
-        let process = Qemu::launch(&Launch {
-            binary: Path::new(PROGRAM),
-            args: &arguments.map(Into::into),
-            env: &[],
-            inherit: &[ours.as_fd()],
-            log: &plan.run_dir.join(SWTPM_LOG),
-            directory: Some(&directory),
-            user,
-            descriptors: None,
-        })
-        .context("the VM has a TPM, which needs the package swtpm on every host")?;
+        let (process, qemus) = launch(Path::new(PROGRAM), plan.run_dir, user)
+            .context("the VM has a TPM, which needs the package swtpm on every host")?;
         if let Some(mirrored) = mirrored {
             let vm = &plan.definition.name;
             info!(%vm, "its TPM begins as its mirror was at epoch {}", mirrored.epoch);
@@ -90,6 +77,64 @@ impl Tpm {
 
     pub(crate) fn settle(&self) -> anyhow::Result<()> {
         settle(&self.run_dir)
+    }
+}
+
+/// Starts swtpm in its prepared directory of a VM's; and QEMU's end of its connection.
+fn launch(
+    program: &Path,
+    run_dir: &Path,
+    user: Option<User>,
+) -> anyhow::Result<(Qemu, UnixStream)> {
+    let (qemus, ours) = UnixStream::pair().context("cannot make a TPM's sockets")?;
+    let control = format!("type=unixio,clientfd={}", ours.as_raw_fd());
+    let arguments = ["socket", "--tpm2", "--tpmstate", "dir=.", "--ctrl", &control, "--terminate"];
+    let process = Qemu::launch(&Launch {
+        binary: program,
+        args: &arguments.map(Into::into),
+        env: &[],
+        inherit: &[ours.as_fd()],
+        log: &run_dir.join(SWTPM_LOG),
+        directory: Some(&files::directory(run_dir)),
+        user,
+        descriptors: None,
+    })?;
+    Ok((process, qemus))
+}
+
+/// Starts swtpm as for a VM with its files in `state_dir`, and has it begin with a new TPM; nothing of it stays.
+pub fn try_out(program: &Path, state_dir: &Path, run_as: &RunAs) -> anyhow::Result<()> {
+    // No VM has such a name.
+    let home = tempfile::Builder::new().prefix(".tpm-").tempdir_in(state_dir);
+    let home =
+        home.with_context(|| format!("cannot make a directory in {}", state_dir.display()))?;
+    let user = run_as.next();
+    files::prepare(home.path(), None, user)?;
+    let (process, swtpm) = launch(program, home.path(), user)?;
+    let begun = control::initialise(&swtpm);
+    drop(swtpm);
+    let _ = process.wait(PATIENCE);
+    begun.with_context(|| match process.last_words() {
+        // What it inherits is refused it, too.
+        words if words.is_empty() => "it says nothing".to_owned(),
+        words => words,
+    })
+}
+
+/// What to do about a swtpm that cannot use its files, as a part of a sentence.
+pub fn confinement(state_dir: &Path) -> String {
+    format!(
+        "if AppArmor confines swtpm, as on Ubuntu (`aa-status` names it), write the line `{}/** rwk,` to \
+         /etc/apparmor.d/local/usr.bin.swtpm, then `apparmor_parser -r /etc/apparmor.d/usr.bin.swtpm`",
+        state_dir.display()
+    )
+}
+
+/// An error of a QEMU's start, with what to do if its swtpm is the reason.
+pub(crate) fn explain(error: anyhow::Error, run_dir: &Path) -> anyhow::Error {
+    match (format!("{error:#}").contains("tpm-emulator"), run_dir.parent()) {
+        (true, Some(state_dir)) => error.context(confinement(state_dir)),
+        _ => error,
     }
 }
 
@@ -116,7 +161,34 @@ impl Drop for Tpm {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::PermissionsExt;
     use std::process::{Child, Command};
+
+    // Before, `doctor` had not tried it: an AppArmor that keeps swtpm from its files showed when a VM did not start.
+    #[test]
+    fn a_swtpm_that_cannot_begin_a_tpm_is_noticed_and_nothing_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let state_dir = folder.path().join("state");
+        fs::create_dir(&state_dir).unwrap();
+        let try_out = |program: &Path| try_out(program, &state_dir, &RunAs::OwnNumber);
+        fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        // None is written here: another test's fork could have it open as it is to run.
+        for (program, words) in [("/bin/ls", "unrecognized option"), ("/bin/false", "says nothing")]
+        {
+            let error = format!("{:#}", try_out(Path::new(program)).unwrap_err());
+            assert!(error.contains(words), "{error}");
+            assert_eq!(fs::read_dir(&state_dir).unwrap().count(), 0);
+        }
+        try_out(Path::new(PROGRAM)).unwrap();
+        assert_eq!(fs::read_dir(&state_dir).unwrap().count(), 0);
+        let failed =
+            anyhow::anyhow!("qemu: tpm-emulator: TPM result for CMD_INIT: 0x9 operation failed");
+        let words = format!("{:#}", explain(failed, &state_dir.join("db")));
+        assert!(words.contains(&format!("`{}/** rwk,`", state_dir.display())), "{words}");
+        assert!(words.contains("CMD_INIT"), "{words}");
+        let other = explain(anyhow::anyhow!("no memory"), &state_dir.join("db"));
+        assert_eq!(format!("{other:#}"), "no memory");
+    }
 
     /// Ends with the test.
     struct Process(Child);

@@ -123,6 +123,7 @@ impl Primary {
             PrimaryPhase::Frozen(reason) => format!("{reason}, and runs it"),
             _ => self.because(format!("the backup took over at generation {generation}")),
         };
+        self.runs_elsewhere = true;
         self.halt(reason, actions);
     }
 }

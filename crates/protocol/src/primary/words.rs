@@ -34,6 +34,8 @@ pub enum PrimaryEvent {
     Replace(String),
     /// The operator wants no more protection.
     Unprotect,
+    /// Whoever wanted no more waits no longer: an end that comes later is a loss.
+    StillWanted,
     /// The backup forgot the VM, after [`PrimaryAction::StandDown`].
     StoodDown,
     /// The backup, or whoever has won, runs the VM at this generation.

@@ -7,13 +7,13 @@ use std::ffi::OsString;
 use std::path::Path;
 
 /// Virtio disks go to PCI slots 0x03 to 0x0e; 0x01 and 0x02 stay free for chipset and video.
-const FIRST_DISK_SLOT: usize = 0x03;
+pub(crate) const FIRST_DISK_SLOT: u8 = 0x03;
 /// Virtio disks that a VM may have.
 pub const MAX_VIRTIO_DISKS: usize = 12;
 
 /// The controllers that a machine does not have by itself; on q35 0x1f is the chipset's, and has one.
-const SCSI_SLOT: usize = 0x1e;
-const AHCI_SLOT: usize = 0x1f;
+pub(crate) const SCSI_SLOT: u8 = 0x1e;
+pub(crate) const AHCI_SLOT: u8 = 0x1f;
 /// Disks and drives of the virtio-scsi controller.
 pub const MAX_SCSI_DISKS: usize = 64;
 /// Disks and drives of an AHCI controller.
@@ -89,7 +89,7 @@ fn device(vm: &VmDefinition, n: usize, disk: &DiskDefinition, buses: &mut Buses)
         DiskBus::Virtio => {
             buses.virtio += 1;
             let virtio = virtio_options(vm.virtio_interface());
-            let place = place(disk.pci.as_ref(), FIRST_DISK_SLOT + buses.virtio - 1);
+            let place = place(disk.pci.as_ref(), usize::from(FIRST_DISK_SLOT) + buses.virtio - 1);
             format!("virtio-blk-pci,{virtio},{place}")
         }
         bus => drive_place(vm, bus, disk.cdrom, buses),

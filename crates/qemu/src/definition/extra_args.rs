@@ -60,6 +60,13 @@ pub(super) fn split(args: &[String]) -> (Vec<&String>, Vec<&String>) {
     (bridges, others)
 }
 
+/// The devices among the user's arguments, with their options.
+pub(super) fn devices(args: &[String]) -> impl Iterator<Item = &str> {
+    let pairs = args.iter().zip(args.iter().skip(1));
+    let devices = pairs.filter(|(option, _)| option.trim_start_matches('-') == "device");
+    devices.map(|(_, value)| value.as_str())
+}
+
 /// Whether somebody can look at the guest's screen: VNC is the only way that is allowed.
 pub(super) fn has_display(args: &[String]) -> bool {
     args.iter().any(|arg| matches!(&arg[..], "-vnc" | "--vnc"))

@@ -35,6 +35,23 @@ impl PciPlace {
         &self.bus
     }
 
+    /// The place that a device's options give it, if they give one; without a bus on `root`.
+    pub fn of_options(device: &str, root: &str) -> Option<PciPlace> {
+        let find = |key: &str| {
+            let mut options = device.split(',').filter_map(|option| option.split_once('='));
+            options.rfind(|(name, _)| *name == key).map(|(_, value)| value)
+        };
+        let address = find("addr")?;
+        let (slot, function) = address.split_once('.').unwrap_or((address, "0"));
+        let number = |text: &str| u8::from_str_radix(text.trim_start_matches("0x"), 16).ok();
+        PciPlace::new(find("bus").unwrap_or(root), number(slot)?, number(function)?)
+    }
+
+    /// Whether both are functions of one slot.
+    pub(crate) fn shares_slot(&self, other: &PciPlace) -> bool {
+        (&self.bus, self.slot) == (&other.bus, other.slot)
+    }
+
     /// The place as QEMU's options have it.
     pub fn options(&self) -> String {
         format!("bus={},addr={:#04x}.{:#x}", self.bus, self.slot, self.function)

@@ -49,6 +49,7 @@ impl VmDefinition {
         self.check_disks(&mut problems);
         self.check_buses(&mut problems);
         self.check_cards(&mut problems);
+        self.check_places(&mut problems);
         problems.extend(check_extra_args(&self.qemu_args));
         if let Some(Err(message)) = self.policy.map(|policy| policy.validate()) {
             problems.push(policy_problem(&message));

@@ -71,7 +71,10 @@ impl Session {
             ToBackup::Piece(_, piece) => self.take_piece(piece, &header, staging)?,
             ToBackup::EpochEnd(end) => self.end_epoch(&end, staging)?,
             ToBackup::TakeOver { planned } => self.event(Event::TakeOver { planned }),
-            ToBackup::StandDown => self.event(Event::StandDown),
+            ToBackup::StandDown => {
+                fail::fail_point!("stand-down", |_| bail!("a test says so"));
+                self.event(Event::StandDown);
+            }
             ToBackup::Refuse(reason) => bail!("the primary gave up: {reason}"),
             ToBackup::Log { epoch, log } => self.take_log(epoch, &log, staging)?,
             ToBackup::Written(written) => {

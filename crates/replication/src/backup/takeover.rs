@@ -81,6 +81,7 @@ impl Session {
     /// The VM is not this host's any more. Whether somebody changes its mirrors from here on the lists of their changes
     /// tell, if they were whole.
     pub(super) fn forget(&self, ready: Option<Readiness>) {
+        fail::fail_point!("forget");
         self.keeper.end();
         let machine = self.machine();
         machine.halt();

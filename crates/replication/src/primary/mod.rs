@@ -304,21 +304,23 @@ fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
         } else if session.is_over() {
             info!(vm = %session.vm, "protection ended during a checkpoint: {reason}");
         } else if powered_off(&session.machine()) {
-            // Not a failure: the host ends protection, then the VM.
+            // Not a failure: the host ends protection, then the VM, unless it did not know yet of the session that begins.
             info!(vm = %session.vm, "the guest powered off: {reason}");
+            session.event(Event::Unprotect);
         } else if session.machine().is_alive() {
             error!(vm = %session.vm, "{reason}");
             session.event(Event::CannotCapture(reason));
         } else {
-            session.event(Event::GuestDied(session.machine().last_words()));
+            session.event(Event::QemuDied(session.machine().last_words()));
         }
     }
     let phase = await_end(session);
-    if matches!(phase, PrimaryPhase::Alone(_)) && !session.machine().is_powered_off() {
+    let machine = session.machine();
+    if matches!(phase, PrimaryPhase::Alone(_)) && machine.is_alive() && !machine.is_powered_off() {
         // A checkpoint that failed may have left the guest paused, a hand-over that did has.
-        if let Err(error) = session.machine().take_back() {
+        if let Err(error) = machine.take_back() {
             error!(vm = %session.vm, "cannot resume the guest: {error:#}");
-            session.machine().let_run();
+            machine.let_run();
         }
     }
     over(phase);

@@ -416,9 +416,14 @@ impl Session {
         self.group.cut_batch(self, last)
     }
 
-    /// Whether it was handed over as planned.
+    /// Whether a planned fail-over was asked for.
     pub fn was_handed_over(&self) -> bool {
         self.group.was_handed_over()
+    }
+
+    /// Whether that has ended as it was asked for.
+    pub fn has_gone_over(&self) -> bool {
+        self.group.core().has_gone_over()
     }
 
     /// Asks for a planned fail-over.

@@ -90,6 +90,11 @@ impl Member {
         self.steps.clear();
     }
 
+    /// The epochs that are yet to be applied are void.
+    pub fn forget_epochs(&mut self) {
+        self.steps.retain(|step| !matches!(step, Step::Apply(_)));
+    }
+
     /// The next step, unless something is being done, or waits for the other members.
     pub fn next_step(&mut self) -> Option<Step> {
         let waits = self.busy.is_some() || self.takes_over || self.parts_by.is_some();

@@ -39,6 +39,9 @@ pub struct Standby {
     won: Option<(Generation, String)>,
     /// The primary hands the VM over as its operator wants.
     planned: bool,
+    /// Whether the former primary still has the group, as far as was heard of it since this host won, or as it handed
+    /// it over.
+    former_lives: bool,
     /// QEMU did not follow the log.
     diverged: bool,
     /// Whether whoever changed the state machine panicked.
@@ -56,6 +59,7 @@ impl Standby {
             fitness: Fitness::new(HANG),
             won: None,
             planned: false,
+            former_lives: false,
             diverged: false,
             condemned: false,
         }
@@ -131,13 +135,11 @@ impl Standby {
     }
 
     /// Whether a member's signs of life may end: their end is a reason for the primary to give the
-    /// session up, and it must not hear that before a better one.
+    /// session up, and it must not hear that before a better one. Whether the guest starts here, or
+    /// is forgotten, it hears before the connections are closed.
     pub fn may_hang_up(&self, member: Place) -> bool {
-        let Member { told, closed, ended, .. } = self.members[member];
-        // Whether the guest starts here the primary is to hear first, which keeps its own.
-        let starts = *self.core.phase() == BackupPhase::Live && !ended && !closed;
-        let untold = (told || self.condemned) && !closed && !planted!(HangUpUntold);
-        self.is_over() && !starts && !untold
+        let early = *self.core.phase() == BackupPhase::Discarded && planted!(HangUpUntold);
+        self.is_over() && (self.members[member].closed || early)
     }
 
     /// Ends it whatever its state is: to be called when that may be half changed.
@@ -155,7 +157,10 @@ impl Standby {
                 }
             }
             Event::Logged(epoch) => self.staged(now, epoch, false, effects),
-            Event::Heard => self.decide(now, BackupEvent::Heard, effects),
+            Event::Heard => {
+                self.former_lives |= self.won.is_some();
+                self.decide(now, BackupEvent::Heard, effects);
+            }
             Event::PeerLost(reason) => self.decide(now, BackupEvent::PeerGone(reason), effects),
             Event::DataEnded(member, reason) => {
                 self.members[member].hung_up = true;
@@ -164,6 +169,8 @@ impl Standby {
             }
             Event::TakeOver { planned } => {
                 self.planned = planned;
+                // One that has not planned it may have no guest any more.
+                self.former_lives |= planned;
                 self.decide(now, BackupEvent::TakeOver, effects);
             }
             Event::StandDown => self.decide(now, BackupEvent::StandDown, effects),
@@ -174,7 +181,10 @@ impl Standby {
                 self.diverged = true;
                 self.give_up(now, reason, effects);
             }
-            Event::Awaited => self.decide(now, BackupEvent::Awaited, effects),
+            Event::Awaited => {
+                self.former_lives = true;
+                self.decide(now, BackupEvent::Awaited, effects);
+            }
             Event::OwnedElsewhere(owner) => {
                 self.decide(now, BackupEvent::OwnedElsewhere(owner), effects);
             }
@@ -241,6 +251,8 @@ impl Standby {
             BackupAction::StandDown => {
                 effects.push(Effect::EndLog);
                 effects.push(Effect::Leave(None));
+                // Its primary waits for that, and has all that they would bring.
+                self.members.iter_mut().for_each(Member::forget_epochs);
                 self.plan_for_all(Step::Forget, effects);
             }
         }

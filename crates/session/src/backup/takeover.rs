@@ -2,7 +2,7 @@
 //!
 //! They wait for each other three times: until all are settled no record is written, until all records are written no
 //! guest runs, and until all guests run nothing leaves any. Till the second the former primary may have the group back,
-//! since a disk may hang; till the third it gets it back if a guest cannot be started.
+//! since a disk may hang; till the third it gets it back if a guest cannot be started, and it lives.
 
 use super::Standby;
 use super::member::Copy;
@@ -30,12 +30,13 @@ impl Standby {
                 self.settled(now, place, generation, effects);
             }
             (Errand::Activate(_), Ok(())) => self.recorded(now, place, effects),
-            (Errand::Start, Err(_)) if planted!(OpenWhatIsDead) => self.started(place, effects),
-            (Errand::Start, Ok(())) => self.started(place, effects),
-            (
-                Errand::Complete | Errand::Settle | Errand::Activate(_) | Errand::Start,
-                Err(reason),
-            ) => self.cannot_start(place, reason, effects),
+            (Errand::Start, result) => {
+                let result = if planted!(OpenWhatIsDead) { Ok(()) } else { result };
+                self.started(place, result, generation, effects);
+            }
+            (Errand::Complete | Errand::Settle | Errand::Activate(_), Err(reason)) => {
+                self.cannot_start(place, reason, effects);
+            }
             (Errand::Open, Ok(())) => {
                 self.end_live(place, generation, Ending::Live(generation, because), effects);
             }
@@ -89,13 +90,28 @@ impl Standby {
         }
     }
 
-    /// A member's guest runs, and nothing leaves it: once all do, they are heard.
-    fn started(&mut self, place: Place, effects: &mut Vec<Effect>) {
-        let Some(answers) = self.gather(place, Ok(())) else { return };
-        if answers.iter().any(Result::is_err) {
+    /// A member's guest runs, and nothing leaves it, or it cannot be started: once all do, they are heard. Those that
+    /// do go on without the others if nobody else has any of them.
+    fn started(
+        &mut self,
+        place: Place,
+        own: Result<(), String>,
+        generation: Generation,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Some(answers) = self.gather(place, own) else { return };
+        let none_runs = answers.iter().all(Result::is_err);
+        if none_runs || (self.former_lives && answers.iter().any(Result::is_err)) {
             return self.end_attempts(answers, effects);
         }
-        (0..self.members.len()).for_each(|place| self.have_done(place, Errand::Open, effects));
+        for (place, answer) in answers.into_iter().enumerate() {
+            match answer {
+                Ok(()) => self.have_done(place, Errand::Open, effects),
+                Err(reason) => {
+                    self.end_live(place, generation, Ending::Failed(generation, reason), effects);
+                }
+            }
+        }
     }
 
     fn end_returned(&mut self, place: Place, effects: &mut Vec<Effect>) {

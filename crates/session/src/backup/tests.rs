@@ -51,13 +51,33 @@ impl Played {
             played.tell(Event::Staged(place, Epoch(1)));
         }
         played.tell(Event::PeerLost("silence".to_owned()));
-        played.tell(Event::Verdict(Verdict::Granted(Generation(2))));
-        for place in 0..size {
-            for errand in [Errand::Apply(Epoch(1)), Errand::Settle] {
-                played.tell(Event::Done(place, errand, Ok(())));
+        played.win();
+        played
+    }
+
+    fn win(&mut self) {
+        self.tell(Event::Verdict(Verdict::Granted(Generation(2))));
+        self.have_all_done(&[Errand::Apply(Epoch(1)), Errand::Settle]);
+    }
+
+    /// [`Played::won`], and the records of all are written.
+    fn recorded(size: usize) -> Played {
+        let mut played = Played::won(size);
+        played.record();
+        played
+    }
+
+    fn record(&mut self) {
+        self.have_all_done(&[Errand::Complete, Errand::Settle, Errand::Activate(Generation(2))]);
+    }
+
+    /// One after the other: some wait until all members have done them.
+    fn have_all_done(&mut self, errands: &[Errand]) {
+        for errand in errands {
+            for place in 0..self.standby.joined() {
+                self.tell(Event::Done(place, errand.clone(), Ok(())));
             }
         }
-        played
     }
 }
 
@@ -206,10 +226,8 @@ fn the_members_of_a_group_go_live_all_or_none() {
 #[test]
 fn a_group_of_which_one_guest_cannot_be_started_is_handed_back_once_none_runs() {
     for order in [[0, 1], [1, 0]] {
-        let mut played = Played::won(2);
-        for errand in [Errand::Complete, Errand::Settle, Errand::Activate(Generation(2))] {
-            (0..2).for_each(|place| drop(played.tell(Event::Done(place, errand.clone(), Ok(())))));
-        }
+        let mut played = Played::recorded(2);
+        assert_eq!(played.tell(Event::Awaited), []);
         let result = |place| if place == 0 { Ok(()) } else { Err("no KVM".to_owned()) };
         let start = |place| Event::Done(place, Errand::Start, result(place));
         assert_eq!(played.tell(start(order[0])), [], "nothing leaves it, and nobody hears of it");
@@ -223,13 +241,53 @@ fn a_group_of_which_one_guest_cannot_be_started_is_handed_back_once_none_runs() 
 
 #[test]
 fn the_members_of_a_group_are_heard_once_all_run() {
-    let mut played = Played::won(2);
-    for errand in [Errand::Complete, Errand::Settle, Errand::Activate(Generation(2))] {
-        (0..2).for_each(|place| drop(played.tell(Event::Done(place, errand.clone(), Ok(())))));
-    }
+    let mut played = Played::recorded(2);
     assert_eq!(played.errands(Event::Done(1, Errand::Start, Ok(()))), []);
     let open = [(0, Errand::Open), (1, Errand::Open)];
     assert_eq!(played.errands(Event::Done(0, Errand::Start, Ok(()))), open);
+}
+
+// Before, the group was handed back to the dead host, and no member ran anywhere.
+#[test]
+fn what_can_be_started_of_a_group_goes_on_where_its_former_host_is_dead() {
+    for guest_died in [false, true] {
+        let mut played = Played::new(2);
+        (0..2).for_each(|place| drop(played.tell(Event::Staged(place, Epoch(1)))));
+        played.tell(Event::Heard);
+        match guest_died {
+            true => played.tell(Event::TakeOver { planned: false }),
+            false => played.tell(Event::PeerLost("silence".to_owned())),
+        };
+        played.win();
+        played.record();
+        let lost = Event::Done(1, Errand::Start, Err("no KVM".to_owned()));
+        assert_eq!(played.tell(lost), [], "the other may run");
+        let failed = Ending::Failed(Generation(2), "no KVM".to_owned());
+        let expected = [
+            Effect::Do(0, Errand::Open),
+            Effect::Say(1, Word::Live(Generation(2))),
+            Effect::Close(1),
+            Effect::Do(1, Errand::End(failed)),
+        ];
+        assert_eq!(played.tell(Event::Done(0, Errand::Start, Ok(()))), expected);
+    }
+}
+
+#[test]
+fn a_group_goes_back_to_a_former_host_that_is_heard_or_hands_it_over() {
+    for planned in [false, true] {
+        let mut played = Played::new(2);
+        (0..2).for_each(|place| drop(played.tell(Event::Staged(place, Epoch(1)))));
+        played.tell(Event::TakeOver { planned });
+        played.win();
+        if !planned {
+            played.tell(Event::Heard);
+        }
+        played.record();
+        played.tell(Event::Done(1, Errand::Start, Err("no KVM".to_owned())));
+        let halts = [(0, Errand::Halt), (1, Errand::Halt)];
+        assert_eq!(played.errands(Event::Done(0, Errand::Start, Ok(()))), halts);
+    }
 }
 
 #[test]
@@ -262,10 +320,20 @@ fn whoever_lost_or_was_let_go_does_not_wait_for_a_primary_that_has_hung_up() {
 
     let mut played = Played::new(1);
     assert_eq!(played.errands(Event::StandDown), [(0, Errand::Forget)]);
-    assert!(played.standby.may_hang_up(0), "it has asked for that");
+    // Before, it could: to the primary a backup that took its time to forget was silent.
+    assert!(!played.standby.may_hang_up(0), "it has yet to say that all is forgotten");
     let effects = played.tell(Event::Done(0, Errand::Forget, Ok(())));
     assert_eq!(effects[0], Effect::Say(0, Word::StoodDown));
     assert_eq!(effects[1], Effect::Close(0));
+    assert!(played.standby.may_hang_up(0));
+}
+
+#[test]
+fn whoever_is_let_go_applies_no_more_before_it_forgets() {
+    let mut played = Played::new(1);
+    (1..=3).for_each(|epoch| drop(played.tell(Event::Staged(0, Epoch(epoch)))));
+    assert_eq!(played.errands(Event::StandDown), [], "one is being applied");
+    assert_eq!(played.did(Errand::Apply(Epoch(1))), [Errand::Forget]);
 }
 
 #[test]

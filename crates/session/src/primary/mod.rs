@@ -52,6 +52,8 @@ pub enum Event {
     Replace(String),
     /// The operator wants no more protection.
     Unprotect,
+    /// Whoever wanted no more waits no longer: an end that comes later is a loss.
+    StillWanted,
     /// The backup has forgotten a member.
     StoodDown(Place),
     /// The backup runs the VM at this generation.
@@ -60,8 +62,10 @@ pub enum Event {
     GuestSick(String),
     /// No checkpoint of the guest can be taken any more, although its QEMU lives.
     CannotCapture(String),
-    /// The guest died here although the host lives.
+    /// A member's guest must not run here any more, nor any of its group, for this reason, although the host lives.
     GuestDied(String),
+    /// A member's QEMU died although the host lives.
+    QemuDied(String),
 }
 
 /// An effect that must be brought about, in this order.
@@ -184,6 +188,11 @@ impl Lead {
         self.hand_over
     }
 
+    /// Whether a planned fail-over that was asked for has ended as such: the guest goes on where it was, on the other host.
+    pub fn has_gone_over(&self) -> bool {
+        self.hand_over && self.core.goes_on_elsewhere()
+    }
+
     /// Ends it whatever its state is: to be called when that may be half changed.
     pub fn condemn(&mut self, reason: &str) {
         self.core.condemn(reason);
@@ -239,6 +248,7 @@ impl Lead {
             Event::Verdict(verdict, word) => self.verdict(now, verdict, word, effects),
             Event::HandOver => self.hand_over = true,
             Event::Unprotect => self.decide(now, PrimaryEvent::Unprotect, effects),
+            Event::StillWanted => self.decide(now, PrimaryEvent::StillWanted, effects),
             Event::StoodDown(place) => {
                 self.stood_down[place] = true;
                 if self.stood_down.iter().all(|down| *down) {
@@ -251,6 +261,15 @@ impl Lead {
             Event::GuestSick(reason) => self.guest_sick(now, reason, effects),
             Event::CannotCapture(reason) => self.cannot_capture(now, reason, effects),
             Event::GuestDied(reason) => self.decide(now, PrimaryEvent::GuestDied(reason), effects),
+            // The others of its group are nowhere else as long as no epoch of them is.
+            Event::QemuDied(reason) => {
+                let others_alone = self.whole.len() > 1 && !self.core.guards_output();
+                let event = match others_alone && *self.core.phase() == PrimaryPhase::Syncing {
+                    true => PrimaryEvent::PeerGone(reason),
+                    false => PrimaryEvent::GuestDied(reason),
+                };
+                self.decide(now, event, effects);
+            }
         }
     }
 

@@ -242,3 +242,37 @@ fn the_arbiters_word_comes_before_that_of_a_winner() {
     tell(&mut lead, 30, Event::Verdict(Verdict::Taken(owner(2)), ran));
     assert!(matches!(lead.phase(), PrimaryPhase::Halted(_)));
 }
+
+// Before, all members were halted, which nobody else had.
+#[test]
+fn a_member_that_dies_in_the_first_copy_takes_none_of_its_group_along() {
+    let syncing = |size| {
+        let core = Primary::new(Generation(1), Duration::from_millis(100), at(0));
+        let mut lead = Lead::new(core, size, "b".parse().unwrap(), at(0));
+        tell(&mut lead, 0, Event::Ready);
+        lead
+    };
+    let died = || Event::QemuDied("killed".to_owned());
+    let apart = [PrimaryAction::ClosePeer, PrimaryAction::OpenOutput].map(Effect::Act);
+    assert_eq!(tell(&mut syncing(2), 1, died()), apart);
+    let halt = [Effect::Act(PrimaryAction::Halt("killed".to_owned()))];
+    assert_eq!(tell(&mut syncing(1), 1, died()), halt, "there is nothing else");
+    let lost = Event::GuestDied("another host has it".to_owned());
+    assert!(matches!(tell(&mut syncing(2), 1, lost)[..], [Effect::Act(PrimaryAction::Halt(_))]));
+    // An epoch of all members is on the backup, which takes them over.
+    let both = tell(&mut protected(2), 5, died());
+    assert_eq!(both[0], Effect::Act(PrimaryAction::YieldToBackup));
+}
+
+#[test]
+fn a_planned_fail_over_that_a_death_came_before_is_none() {
+    let mut lead = protected(1);
+    tell(&mut lead, 4, Event::HandOver);
+    let mut moved = lead.clone();
+    tell(&mut lead, 5, Event::QemuDied("killed".to_owned()));
+    assert!(lead.is_elsewhere() && !lead.has_gone_over());
+    tell(&mut moved, 5, Event::CapturedLast);
+    tell(&mut moved, 6, Event::Acknowledged(Epoch(2)));
+    tell(&mut moved, 7, Event::LiveElsewhere(Generation(2)));
+    assert!(moved.has_gone_over());
+}

@@ -11,20 +11,13 @@ use axum::http::header::{AUTHORIZATION, HOST, ORIGIN, WWW_AUTHENTICATE};
 use axum::http::{HeaderMap, Method, StatusCode};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
-use std::collections::BTreeMap;
-use std::fs;
 use std::net::IpAddr;
-use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::time::timeout;
-use understudy_daemon::config::Access;
+use understudy_daemon::config::{Access, ApiConfig};
 use understudy_report::events::Journal;
 use understudy_report::{ErrorKind, HostError};
-
-/// A token of fewer characters could be guessed.
-const SHORTEST_TOKEN: usize = 20;
 
 /// Time for a request's body to come, of which none is large.
 const BODY_TIMEOUT: Duration = Duration::from_secs(30);
@@ -41,24 +34,18 @@ pub enum Guard {
 /// Names by which this machine calls itself: what a tunnel to the socket is asked by.
 const OWN_NAMES: [&str; 4] = ["understudy", "localhost", "127.0.0.1", "[::1]"];
 
-/// Reads all files of tokens; an error if one is nobody's secret.
-pub fn check_tokens(files: &BTreeMap<Access, PathBuf>) -> Result<(), HostError> {
-    files.values().try_for_each(|path| read(path).map(drop))
-}
-
-/// The tokens of each role, in their files.
+/// The tokens that the configuration names, and who guesses at them.
 pub struct Tokens {
-    files: BTreeMap<Access, PathBuf>,
+    config: ApiConfig,
     guesses: Guesses,
     journal: Journal,
 }
 
 impl Tokens {
-    /// The tokens in these files, which are read once now, and each time somebody shows a token.
-    /// Who shows many wrong ones is told of in the journal.
-    pub fn new(files: BTreeMap<Access, PathBuf>, journal: Journal) -> Result<Tokens, HostError> {
-        check_tokens(&files)?;
-        Ok(Tokens { files, guesses: Guesses::default(), journal })
+    /// Those of this configuration, whose files are read each time somebody shows one. Who shows many wrong ones is told
+    /// of in the journal.
+    pub fn new(config: ApiConfig, journal: Journal) -> Tokens {
+        Tokens { config, guesses: Guesses::default(), journal }
     }
 
     /// The access to which a token from this address entitles.
@@ -72,51 +59,16 @@ impl Tokens {
             );
             return Err(refusal(StatusCode::TOO_MANY_REQUESTS, message));
         }
-        if let Some(access) = self.access_of(token)? {
+        if let Some(access) = self.config.access_of(token) {
             return Ok(access);
         }
-        if let Some(from) = from.filter(|from| self.guesses.note(*from, now)) {
+        // A token whose file cannot be used is no guess.
+        let all_count = || self.config.problems_of_tokens().is_empty();
+        if let Some(from) = from.filter(|from| all_count() && self.guesses.note(*from, now)) {
             self.journal.wrong_tokens(from);
         }
         let message = "this token is in no file of [api.tokens] of the host's configuration";
         Err(refusal(StatusCode::UNAUTHORIZED, message.to_owned()))
-    }
-
-    /// The most that this token entitles to.
-    fn access_of(&self, token: &str) -> Result<Option<Access>, HostError> {
-        // Digests, so that how long it takes says nothing about how much is right.
-        let shown = blake3::hash(token.as_bytes());
-        for (access, path) in self.files.iter().rev() {
-            if read(path)?.lines().any(|line| blake3::hash(line.trim().as_bytes()) == shown) {
-                return Ok(Some(*access));
-            }
-        }
-        Ok(None)
-    }
-}
-
-/// Reads a file of tokens, which nobody else may read.
-fn read(path: &Path) -> Result<String, HostError> {
-    let shown = path.display();
-    let wrong = |words: String| {
-        HostError::new(ErrorKind::Invalid, format!("[api.tokens]: {shown} {words}"))
-    };
-    let unread = |error: std::io::Error| {
-        wrong(format!("cannot be read: {error}; make it, with a token of `openssl rand -hex 32`"))
-    };
-    let mode = fs::metadata(path).map_err(unread)?.permissions().mode() & 0o777;
-    if mode & 0o077 != 0 {
-        let words = format!("holds secrets that others may read (mode {mode:04o}): `chmod 600` it");
-        return Err(wrong(words));
-    }
-    let text = fs::read_to_string(path).map_err(unread)?;
-    let short = |line: &str| line.trim().chars().count() < SHORTEST_TOKEN;
-    match text.lines().any(short) || text.trim().is_empty() {
-        true => Err(wrong(format!(
-            "has a token of fewer than {SHORTEST_TOKEN} characters, or none: put one of `openssl \
-             rand -hex 32` there, on a line of its own"
-        ))),
-        false => Ok(text),
     }
 }
 
@@ -170,8 +122,7 @@ impl Admitted {
     pub(super) fn still_counts(&self) -> bool {
         let Guard::Remote(tokens) = &self.guard else { return true };
         let access = match &self.token {
-            // One that cannot be looked up counts for nothing.
-            Some(token) => tokens.access_of(token).ok().flatten(),
+            Some(token) => tokens.config.access_of(token),
             None => match self.connected.as_ref().map(|connected| (connected.caller)()) {
                 Some(Caller::Known(_, access)) => Some(access),
                 Some(Caller::Unknown(_) | Caller::Nameless) | None => None,
@@ -294,14 +245,21 @@ mod tests {
     use crate::door::Asked;
     use crate::door::patient::Requests;
     use futures_util::stream;
+    use std::collections::BTreeMap;
     use std::convert::Infallible;
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+    use std::path::Path;
     use std::sync::atomic::{AtomicBool, Ordering};
 
-    fn tokens(directory: &Path, text: &str, mode: u32) -> Result<Tokens, HostError> {
+    /// The file of the role `operate`, with a token.
+    fn tokens(directory: &Path) -> Tokens {
         let path = directory.join("tokens");
-        fs::write(&path, text).unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
-        Tokens::new(BTreeMap::from([(Access::Operate, path)]), Journal::default())
+        fs::write(&path, "0123456789abcdef0123\n").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+        let tokens = BTreeMap::from([(Access::Operate, path)]);
+        let config = ApiConfig { listen: Vec::new(), tokens, certificates: BTreeMap::new() };
+        Tokens::new(config, Journal::default())
     }
 
     fn request(method: Method, headers: &[(&str, &str)], caller: Option<Caller>) -> Request {
@@ -320,31 +278,9 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_tokens_is_secret_and_its_tokens_are_long() {
-        let directory = tempfile::tempdir().unwrap();
-        let good = "0123456789abcdef0123\n";
-        let error = tokens(directory.path(), good, 0o640).err().unwrap();
-        assert!(error.message.contains("chmod 600"), "{error}");
-        for bad in ["", "short\n", "0123456789abcdef0123\n\n"] {
-            let error = tokens(directory.path(), bad, 0o600).err().unwrap();
-            assert!(error.message.contains("openssl rand"), "{error}");
-        }
-        let missing = BTreeMap::from([(Access::Read, directory.path().join("none"))]);
-        assert!(
-            Tokens::new(missing, Journal::default())
-                .err()
-                .unwrap()
-                .message
-                .contains("cannot be read")
-        );
-        assert!(tokens(directory.path(), good, 0o600).is_ok());
-    }
-
-    #[test]
     fn everybody_gets_their_role_or_an_answer_that_says_what_to_do() {
         let directory = tempfile::tempdir().unwrap();
-        let tokens = tokens(directory.path(), "0123456789abcdef0123\n", 0o600)
-            .unwrap_or_else(|error| panic!("{error}"));
+        let tokens = tokens(directory.path());
         let ask = |needed, headers: &[(&str, &str)], caller| {
             let result = admit(&tokens, needed, &request(Method::GET, headers, caller));
             result.map_err(|error| (error.status.as_u16(), error.error.message))
@@ -369,8 +305,7 @@ mod tests {
     #[test]
     fn who_guesses_tokens_is_told_of_and_not_heard_any_more() {
         let directory = tempfile::tempdir().unwrap();
-        let tokens = tokens(directory.path(), "0123456789abcdef0123\n", 0o600)
-            .unwrap_or_else(|error| panic!("{error}"));
+        let tokens = tokens(directory.path());
         let ask = |token: &str| {
             let headers = [("authorization", &*format!("Bearer {token}"))];
             let request = request(Method::GET, &headers, Some(Caller::Nameless));
@@ -408,8 +343,7 @@ mod tests {
     #[test]
     fn a_certificate_counts_for_as_long_as_it_is_one() {
         let directory = tempfile::tempdir().unwrap();
-        let tokens = tokens(directory.path(), "0123456789abcdef0123\n", 0o600)
-            .unwrap_or_else(|error| panic!("{error}"));
+        let tokens = tokens(directory.path());
         let revoked = Arc::new(AtomicBool::new(false));
         let mut request = request(Method::GET, &[], Some(Caller::Nameless));
         let connected = request.extensions_mut().get_mut::<ConnectInfo<Connected>>().unwrap();
@@ -431,8 +365,7 @@ mod tests {
     #[test]
     fn an_answer_goes_on_for_as_long_as_its_token_counts() {
         let directory = tempfile::tempdir().unwrap();
-        let tokens = tokens(directory.path(), "0123456789abcdef0123\n", 0o600)
-            .unwrap_or_else(|error| panic!("{error}"));
+        let tokens = tokens(directory.path());
         let guard = Guard::Remote(Arc::new(tokens));
         let right = [("authorization", "Bearer 0123456789abcdef0123")];
         let request = request(Method::GET, &right, Some(Caller::Nameless));

@@ -17,8 +17,8 @@ use understudy_report::cluster::{
 use understudy_report::events::EventList;
 use understudy_report::upgrade::{KeeperReplacement, UpgradePlan};
 use understudy_report::{
-    CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
-    RecoverReport, RecoverRequest, StartRequest, VmStatus,
+    AgainRequest, CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest,
+    ProtectRequest, RecoverReport, RecoverRequest, StartRequest, VmStatus,
 };
 
 /// Makes the schema of a type.
@@ -176,6 +176,16 @@ fn of_vms() -> Vec<Call> {
             .takes::<ProtectRequest>()
             .answers::<VmStatus>()
             .may_be_a_job(),
+        Call::new(
+            POST,
+            "/v1/vms/{name}/protect-again",
+            Operate,
+            "Protects a VM whose protection is lost, and its group, as it was asked for last, to a host",
+            super::protect_again,
+        )
+        .takes::<AgainRequest>()
+        .answers::<VmStatus>()
+        .may_be_a_job(),
         Call::new(
             POST,
             "/v1/groups/{name}/protect",

@@ -12,8 +12,8 @@ use understudy_report::cluster::{
 use understudy_report::events::Journal;
 use understudy_report::upgrade::{KeeperReplacement, UpgradePlan};
 use understudy_report::{
-    CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
-    RecoverReport, RecoverRequest, StartRequest, VmStatus,
+    AgainRequest, CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest,
+    ProtectRequest, RecoverReport, RecoverRequest, StartRequest, VmStatus,
 };
 use understudy_report::{ErrorKind, HostError, Meters};
 use understudy_snapshot::SnapshotNumber;
@@ -48,6 +48,8 @@ pub trait Control: Send + Sync + 'static {
     fn vm_status(&self, name: &VmName) -> Result<VmStatus, HostError>;
     /// See [`Host::protect`].
     fn protect(&self, name: &VmName, request: ProtectRequest) -> Result<VmStatus, HostError>;
+    /// See [`Host::protect_as_wished`].
+    fn protect_again(&self, name: &VmName, request: AgainRequest) -> Result<VmStatus, HostError>;
     /// See [`Host::protect_group`].
     fn protect_group(
         &self,
@@ -141,6 +143,9 @@ impl Control for Arc<Host> {
     }
     fn protect(&self, name: &VmName, request: ProtectRequest) -> Result<VmStatus, HostError> {
         Host::protect(self, name, request)
+    }
+    fn protect_again(&self, name: &VmName, request: AgainRequest) -> Result<VmStatus, HostError> {
+        self.protect_as_wished(name, &request.to)
     }
     fn protect_group(
         &self,

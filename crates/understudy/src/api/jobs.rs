@@ -3,7 +3,7 @@
 //! A job lives in the daemon's memory alone. What it does is what the same call does that waits; only who waits differs.
 
 use super::{Answer, ApiError, Control, invalid, room};
-use crate::commands::lapse::Lapse;
+use crate::commands::lapse::{Lapse, Silence};
 use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
 use axum::http::StatusCode;
@@ -17,10 +17,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use understudy_daemon::containment;
-use understudy_protocol::VmName;
 use understudy_report::events::now_ms;
 use understudy_report::{ErrorKind, HostError};
-use understudy_report::{ProtectRequest, Protection};
+use understudy_report::{Protection, VmStatus};
 
 /// Jobs that are kept, the running ones among them.
 const KEPT: usize = 64;
@@ -127,22 +126,27 @@ impl Running {
 }
 
 impl Jobs {
-    /// Begins a job, and answers with it.
+    /// Begins a job, and answers with it. It has this place, or one among all calls.
     pub(super) fn begin(
         &self,
         kind: JobKind,
         subject: String,
+        place: Option<room::AtStore>,
         work: impl FnOnce(&Running) -> Result<Outcome, HostError> + Send + 'static,
     ) -> Result<Response, ApiError> {
         let job = self.add(kind, subject)?;
         let report = job.report().clone();
-        tokio::spawn(room::call(move || {
+        let work = move || {
             let outcome = containment::request(|| work(&job)).unwrap_or_else(|| {
                 let message = "the daemon failed on this job: its log says where, please report it";
                 Err(HostError::new(ErrorKind::Internal, message))
             });
             job.end(outcome);
-        }));
+        };
+        match place {
+            Some(place) => drop(tokio::spawn(room::call_in(place, work))),
+            None => drop(tokio::spawn(room::call(work))),
+        }
         let place = format!("/v1/jobs/{}", report.id);
         Ok((StatusCode::ACCEPTED, [(LOCATION, place)], Json(report)).into_response())
     }
@@ -217,17 +221,16 @@ pub(super) fn outcome(answer: &impl Serialize) -> Result<Outcome, HostError> {
     json.map(Outcome::Done).map_err(|error| HostError::new(ErrorKind::Internal, error.to_string()))
 }
 
-/// Protects a VM, and follows until it is protected.
-pub(super) fn protect(
+/// Follows a protection that has begun until the VM is protected.
+pub(super) fn follow_protection(
     host: &dyn Control,
-    vm: &VmName,
-    request: ProtectRequest,
+    mut status: VmStatus,
     job: &Running,
 ) -> Result<Outcome, HostError> {
-    let mut status = host.protect(vm, request)?;
-    let mut lapse = Lapse::new(true);
+    let vm = &status.name.clone();
+    let (mut lapse, mut silence) = (Lapse::new(true), Silence::new());
     loop {
-        let lapses = lapse.is_worth_waiting(&status);
+        let lapses = lapse.is_worth_waiting(&status) | silence.is_worth_waiting(&status);
         let reason = match status.protection {
             Protection::Protected { .. } | Protection::Unheld { .. } => return outcome(&status),
             Protection::Syncing { done_bytes, total_bytes, remaining_seconds, .. } => {

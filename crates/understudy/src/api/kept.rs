@@ -1,12 +1,16 @@
 //! VMs that have a keeper: what the daemon's API is asked about one goes to the keeper's own, and
 //! what the keeper tells is told on.
 
+mod relay;
+
+pub use relay::follow;
+
 use super::control::Control;
 use crate::metrics::KeptPage;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::panic::resume_unwind;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::Arc;
 use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 use tracing::warn;
@@ -21,8 +25,8 @@ use understudy_report::cluster::{
 use understudy_report::events::Journal;
 use understudy_report::upgrade::{KeeperReplacement, UpgradePlan};
 use understudy_report::{
-    CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
-    Protection, RecoverReport, RecoverRequest, StartRequest, VmStatus,
+    AgainRequest, CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest,
+    ProtectRequest, Protection, RecoverReport, RecoverRequest, StartRequest, VmStatus,
 };
 use understudy_report::{ErrorKind, HostError, Meters};
 use understudy_snapshot::SnapshotNumber;
@@ -37,8 +41,6 @@ const START_PATIENCE: Duration = Duration::from_secs(60);
 /// Time for a keeper whose VM has ended to end, and between two looks at that.
 const END_PATIENCE: Duration = Duration::from_secs(10);
 const END_LOOK: Duration = Duration::from_millis(10);
-/// Time between two looks for keepers that are not followed yet.
-const LOOK: Duration = Duration::from_millis(250);
 
 /// A host, some of whose VMs may have keepers.
 #[derive(Clone)]
@@ -85,8 +87,7 @@ impl Routed {
     }
 
     fn status_of_kept(&self, keeper: &Keeper) -> Option<VmStatus> {
-        let ask = || ask(&keeper.vm, keeper.reachable()?, |client| client.vm_status(&keeper.vm));
-        match ask() {
+        match status_told_by(keeper) {
             Ok(status) => Some(VmStatus { keeper_pid: keeper.pid, ..status }),
             Err(_) if self.0.is_between_keepers(&keeper.vm) => self.0.status_of_untold(&keeper.vm),
             // It has just been started, or is about to end.
@@ -97,10 +98,26 @@ impl Routed {
                 protection: Protection::Degraded {
                     reason: format!("what becomes of it is not known: {error}"),
                 },
+                unheard: Some(error.message),
                 ..VmStatus::new(&keeper.vm, self.0.kept_role(keeper))
             }),
         }
     }
+}
+
+/// What a keeper says of its VM.
+fn status_told_by(keeper: &Keeper) -> Result<VmStatus, HostError> {
+    let told = ask(&keeper.vm, keeper.reachable()?, |client| client.vm_status(&keeper.vm))?;
+    of_its_own(&keeper.vm, told)
+}
+
+/// A status that the keeper of a VM has told; an error if it is about another one.
+fn of_its_own(vm: &VmName, told: VmStatus) -> Result<VmStatus, HostError> {
+    if told.name == *vm {
+        return Ok(told);
+    }
+    let message = format!("the keeper of {vm} tells of {}, which is none of its affair", told.name);
+    Err(HostError::new(ErrorKind::Refused, message))
 }
 
 /// Waits as long as keepers may take to end; whether it has come true.
@@ -215,7 +232,7 @@ impl Control for Routed {
         }
         self.await_free(name);
         let order = |client: &Client| client.vm_start(&definition, request);
-        let start = |socket: &Path| start(name, socket, order);
+        let start = |socket: &Path| of_its_own(name, start(name, socket, order)?);
         self.0.start_in_keeper(&definition, start)
     }
     fn vm_start_recorded(&self, name: &VmName) -> Result<VmStatus, HostError> {
@@ -224,7 +241,8 @@ impl Control for Routed {
         }
         self.await_free(name);
         let definition = self.0.definition(name)?;
-        let start = |socket: &Path| start(name, socket, |client| client.vm_start_recorded(name));
+        let order = |client: &Client| client.vm_start_recorded(name);
+        let start = |socket: &Path| of_its_own(name, start(name, socket, order)?);
         self.0.start_in_keeper(&definition, start)
     }
     fn definition(&self, name: &VmName) -> Result<VmDefinition, HostError> {
@@ -254,7 +272,13 @@ impl Control for Routed {
     }
     fn protect(&self, name: &VmName, request: ProtectRequest) -> Result<VmStatus, HostError> {
         let asked = request.clone();
-        self.either(name, |keeper| keeper.protect(name, &asked), |host| host.protect(name, request))
+        let keeper = |keeper: &Client| keeper.protect(name, &asked);
+        of_its_own(name, self.either(name, keeper, |host| host.protect(name, request))?)
+    }
+    fn protect_again(&self, name: &VmName, request: AgainRequest) -> Result<VmStatus, HostError> {
+        let keeper = |keeper: &Client| keeper.protect_again(name, &request);
+        let told = self.either(name, keeper, |host| host.protect_as_wished(name, &request.to))?;
+        of_its_own(name, told)
     }
     fn protect_group(
         &self,
@@ -270,13 +294,17 @@ impl Control for Routed {
             |keeper: &Option<Keeper>| keeper.as_ref().is_some_and(|other| other.pid == first.pid);
         match keepers.iter().all(is_shared) {
             true => {
-                ask(&first.vm, first.reachable()?, |keeper| keeper.protect_group(name, &request))
+                let order = |keeper: &Client| keeper.protect_group(name, &request);
+                let told = ask(&first.vm, first.reachable()?, order)?;
+                let own = request.vms.iter().zip(told).map(|(vm, told)| of_its_own(vm, told));
+                own.collect()
             }
             false => Err(not_together(&first.vm)),
         }
     }
     fn unprotect(&self, name: &VmName) -> Result<VmStatus, HostError> {
-        self.either(name, |keeper| keeper.unprotect(name), |host| host.unprotect(name))
+        let keeper = |keeper: &Client| keeper.unprotect(name);
+        of_its_own(name, self.either(name, keeper, |host| host.unprotect(name))?)
     }
     fn failover(&self, name: &VmName) -> Result<(), HostError> {
         self.ended(name, |keeper| keeper.failover(name), |host| host.failover(name))
@@ -289,11 +317,8 @@ impl Control for Routed {
             self.0.admit_medium(name, medium, &keeper)?;
         }
         let asked = request.clone();
-        self.either(
-            name,
-            |keeper| keeper.change_medium(name, &asked),
-            |host| host.change_medium(name, request),
-        )
+        let keeper = |keeper: &Client| keeper.change_medium(name, &asked);
+        of_its_own(name, self.either(name, keeper, |host| host.change_medium(name, request))?)
     }
     fn recover(&self, name: &VmName, request: RecoverRequest) -> Result<RecoverReport, HostError> {
         self.await_free(name);
@@ -362,71 +387,18 @@ fn not_together(vm: &VmName) -> HostError {
     HostError::new(ErrorKind::Conflict, message)
 }
 
-/// Takes over the events of all keepers, and what they have of the VMs that are to come up, for as long as the host
-/// lives.
-pub fn follow(host: &Arc<Host>) -> std::io::Result<()> {
-    let host = Arc::downgrade(host);
-    let followed = Arc::<Mutex<BTreeSet<VmName>>>::default();
-    let look = move || {
-        while let Some(host) = host.upgrade() {
-            for keeper in host.keepers().into_iter().filter(|keeper| keeper.problem.is_none()) {
-                if host.is_left_to_keeper(&keeper.vm) && has_its_vm(&keeper) {
-                    host.await_no_more(&keeper.vm);
-                }
-                begin(&host, keeper, &followed);
-            }
-            drop(host);
-            thread::sleep(LOOK);
-        }
-    };
-    thread::Builder::new().name("keepers-events".to_owned()).spawn(look).map(drop)
-}
-
-fn has_its_vm(keeper: &Keeper) -> bool {
-    ask(&keeper.vm, &keeper.socket, |client| client.vm_status(&keeper.vm)).is_ok()
-}
-
-fn begin(host: &Arc<Host>, keeper: Keeper, followed: &Arc<Mutex<BTreeSet<VmName>>>) {
-    let set = |set: &Mutex<BTreeSet<VmName>>, change: &dyn Fn(&mut BTreeSet<VmName>) -> bool| {
-        change(&mut set.lock().unwrap_or_else(PoisonError::into_inner))
-    };
-    if !set(followed, &|followed| followed.insert(keeper.vm.clone())) {
-        return;
-    }
-    let (host, all, vm) = (Arc::downgrade(host), followed.clone(), keeper.vm.clone());
-    let relay = move || {
-        relay(&host, &keeper);
-        set(&all, &|followed| followed.remove(&keeper.vm));
-    };
-    let thread = thread::Builder::new().name(format!("events-{vm}"));
-    if let Err(error) = thread.spawn(relay) {
-        warn!(%vm, "its keeper's events are not shown: no thread: {error}");
-    }
-}
-
-/// Takes over a keeper's events until it has ended.
-fn relay(host: &Weak<Host>, keeper: &Keeper) {
-    let Ok(client) = Client::new(&keeper.socket) else { return };
-    let mut last = 0;
-    while let Some(host) = host.upgrade() {
-        let is_there = host.keeper_of(&keeper.vm).is_some_and(|now| now.pid == keeper.pid);
-        let events = host.events();
-        drop(host);
-        match client.events(last, Some(&*keeper.vm), true) {
-            Ok(list) => {
-                last = list.last;
-                list.events.into_iter().for_each(|event| events.relay(event));
-            }
-            Err(_) if is_there => thread::sleep(LOOK),
-            Err(_) => return,
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use super::relay::events_told;
     use super::*;
+    use crate::socket::ApiSocket;
+    use crate::table::tests::example;
+    use axum::routing::get;
+    use axum::{Json, Router};
+    use std::future::ready;
     use std::sync::atomic::{AtomicUsize, Ordering};
+    use understudy_protocol::literal;
+    use understudy_report::events::EventKind;
 
     /// Keepers were once asked one after the other: fifteen that hang made a status that nobody
     /// waited for.
@@ -455,5 +427,44 @@ mod tests {
         let expected = keepers.iter().map(|keeper| keeper.vm.clone());
         let expected: Vec<VmName> = expected.filter(|vm| vm.as_str() != "vm1").collect();
         assert_eq!(answers, expected);
+    }
+
+    /// Serves as the keeper of `web` that speaks of `db` alone; what is returned ends it.
+    fn false_keeper() -> (Keeper, tokio::runtime::Runtime, tempfile::TempDir) {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("keeper.sock");
+        let bound = ApiSocket::bind(&socket).unwrap();
+        let journal = Journal::default();
+        journal.of(&literal("db")).record(EventKind::Rebooted);
+        journal.of(&literal("web")).record(EventKind::Started);
+        let told = || async { Json(example(Protection::Off)) };
+        let events = move || ready(Json(journal.after(0, None)));
+        let router = Router::new().route("/v1/vms/web", get(told)).route("/v1/events", get(events));
+        let runtime = tokio::runtime::Runtime::new().unwrap();
+        runtime.spawn(async move {
+            let listener = tokio::net::UnixListener::from_std(bound.listener().unwrap()).unwrap();
+            axum::serve(listener, router).await
+        });
+        let keeper = Keeper {
+            vm: literal("web"),
+            pid: Some(1),
+            socket,
+            group: None,
+            problem: None,
+            program: None,
+        };
+        (keeper, runtime, directory)
+    }
+
+    /// It could show another VM as protected that was not, and tell of its deaths.
+    #[test]
+    fn what_a_keeper_says_of_other_vms_counts_for_nothing() {
+        let (keeper, _runtime, _directory) = false_keeper();
+        let error = status_told_by(&keeper).unwrap_err();
+        assert_eq!(error.message, "the keeper of web tells of db, which is none of its affair");
+        let client = Client::new(&keeper.socket).unwrap();
+        let (_, told) = events_told(&client, &keeper.vm, 0).unwrap();
+        let kinds: Vec<EventKind> = told.into_iter().map(|event| event.kind).collect();
+        assert_eq!(kinds, [EventKind::Started]);
     }
 }

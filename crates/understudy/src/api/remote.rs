@@ -6,7 +6,7 @@ use crate::door::patient::Patience;
 use crate::door::{self, Asked, Caller, Door, Greeted, Seats};
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::net::TcpStream;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::pki_types::CertificateDer;
@@ -18,20 +18,39 @@ use understudy_report::HostError;
 /// Time for a caller to prove that it has the key to its certificate.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Serves the API on the addresses of the configuration, until the daemon ends.
-pub async fn start(api: &Api, config: ApiConfig, tls: ApiTls) -> Result<(), HostError> {
-    let tokens = Tokens::new(config.tokens.clone(), api.host.events())?;
-    let router = api.router(&Guard::Remote(Arc::new(tokens)));
-    let door = Door { seats: Seats::default(), patience: Patience::default() };
-    let addresses = config.listen.clone();
-    let porter = Arc::new(Porter { config, tls });
-    for address in addresses {
-        let listener = door::bind(address, "the API", "[api]").await?;
-        let porter = porter.clone();
-        door.clone().serve(listener, router.clone(), move |socket| porter.clone().greet(socket));
-        tracing::info!("the API and the dashboard are on https://{address}/");
+/// The addresses of the API over the network, where nobody is let in yet.
+pub struct Addresses {
+    config: ApiConfig,
+    listeners: Vec<TcpListener>,
+}
+
+impl Addresses {
+    /// Takes those of the configuration; an error if one cannot be had.
+    pub async fn take(config: ApiConfig) -> Result<Addresses, HostError> {
+        for problem in config.problems_of_tokens() {
+            tracing::warn!("{problem}");
+        }
+        let mut listeners = Vec::new();
+        for address in &config.listen {
+            listeners.push(door::bind(*address, "the API", "[api]").await?);
+        }
+        Ok(Addresses { config, listeners })
     }
-    Ok(())
+
+    /// Serves the API there, until the daemon ends.
+    pub fn serve(self, api: &Api, tls: ApiTls) {
+        let tokens = Tokens::new(self.config.clone(), api.host.events());
+        let router = api.router(&Guard::Remote(Arc::new(tokens)));
+        let door = Door { seats: Seats::default(), patience: Patience::default() };
+        for address in &self.config.listen {
+            tracing::info!("the API and the dashboard are on https://{address}/");
+        }
+        let porter = Arc::new(Porter { config: self.config, tls });
+        for listener in self.listeners {
+            let (porter, router) = (porter.clone(), router.clone());
+            door.clone().serve(listener, router, move |socket| porter.clone().greet(socket));
+        }
+    }
 }
 
 /// Shakes hands with callers, and knows what their certificates are.

@@ -2,14 +2,18 @@
 //! proves that it lives, and ends, however many calls hang.
 
 use std::io;
+use std::sync::Arc;
 use tokio::runtime::{Builder, Runtime};
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::{JoinError, spawn_blocking};
+use understudy_report::{ErrorKind, HostError};
 
 /// Calls at the same time.
-const MOST_CALLS: usize = 480;
+const MOST_CALLS: usize = 416;
+/// Calls at the same time that wait for snapshot stores.
+pub const MOST_AT_STORES: usize = 64;
 /// Threads of the runtime that wait, at most.
-const THREADS: usize = MOST_CALLS + 32;
+const THREADS: usize = MOST_CALLS + MOST_AT_STORES + 32;
 /// The number of threads: one is for the API, which waits on the host, and one for whoever else
 /// does.
 const API_THREADS: usize = 2;
@@ -32,11 +36,45 @@ pub async fn call<T: Send + 'static>(
 ) -> Result<T, JoinError> {
     // Never closed.
     let room = FREE.acquire().await;
+    call_in(room, call).await
+}
+
+/// Makes a call off the async threads in a place that it has until it ends.
+pub async fn call_in<T: Send + 'static>(
+    place: impl Send + 'static,
+    call: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, JoinError> {
     spawn_blocking(move || {
-        let _room = room;
+        let _place = place;
         call()
     })
     .await
+}
+
+/// Room for calls that wait for snapshot stores: one that hangs takes what is here, and nothing from other calls.
+#[derive(Clone)]
+pub struct StoreRoom(pub(super) Arc<Semaphore>);
+
+/// A place in it.
+pub type AtStore = OwnedSemaphorePermit;
+
+impl Default for StoreRoom {
+    fn default() -> StoreRoom {
+        StoreRoom(Arc::new(Semaphore::new(MOST_AT_STORES)))
+    }
+}
+
+impl StoreRoom {
+    /// A place for a call at a store; an error if none is free.
+    pub fn take(&self, store: &str) -> Result<AtStore, HostError> {
+        self.0.clone().try_acquire_owned().map_err(|_| {
+            let message = format!(
+                "{MOST_AT_STORES} calls wait for snapshot stores already, and {store} is not asked beside them: see \
+                 whether a store hangs, or try again when some have ended"
+            );
+            HostError::new(ErrorKind::Unreachable, message)
+        })
+    }
 }
 
 #[cfg(test)]

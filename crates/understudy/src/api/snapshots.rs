@@ -1,7 +1,9 @@
 //! Snapshots and restores in the API.
 
 use super::jobs::{self, JobKind, Jobs, Waiting};
-use super::{Answer, Api, ApiError, Body, Control, Name, Shared, Subject, blocking, invalid, read};
+use super::room::{AtStore, StoreRoom};
+use super::{Answer, Api, ApiError, Body, Control, Name, Shared, Subject};
+use super::{blocking_in, invalid, read};
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{Extension, Query, State};
 use axum::http::StatusCode;
@@ -46,8 +48,9 @@ async fn snapshot(
     let (request, subject): (SnapshotRequest, _) = (read(body)?, what.name().to_owned());
     let host = api.host;
     may_name(&*host, access, request.store.as_deref())?;
+    let place = place_at(&api.stores, request.store.as_deref(), Some(&subject))?;
     let work = move || host.snapshot(&what, &request);
-    carry_out(&api.jobs, JobKind::Snapshot, subject, waiting, work).await
+    carry_out(&api.jobs, JobKind::Snapshot, (subject, place), waiting, work).await
 }
 
 pub(super) async fn restore_vm(
@@ -80,8 +83,9 @@ async fn restore(
     let (request, subject): (RestoreRequest, _) = (read(body)?, what.name().to_owned());
     let host = api.host;
     may_name(&*host, access, request.store.as_deref())?;
+    let place = place_at(&api.stores, request.store.as_deref(), Some(&subject))?;
     let work = move || host.restore(&what, &request);
-    carry_out(&api.jobs, JobKind::Restore, subject, waiting, work).await
+    carry_out(&api.jobs, JobKind::Restore, (subject, place), waiting, work).await
 }
 
 /// A store is a path that the daemon reads and writes as root: whoever may not do all names only
@@ -100,14 +104,26 @@ fn may_name(host: &dyn Control, access: Access, store: Option<&str>) -> Result<(
 async fn carry_out<T: Serialize + Send + 'static>(
     jobs: &Jobs,
     kind: JobKind,
-    subject: String,
+    (subject, place): (String, AtStore),
     waiting: Waiting,
     work: impl FnOnce() -> Result<T, HostError> + Send + 'static,
 ) -> Result<Response, ApiError> {
     if jobs::is_waited_for(waiting)? {
-        return Ok(Json(blocking(work).await?).into_response());
+        return Ok(Json(blocking_in(place, work).await?).into_response());
     }
-    jobs.begin(kind, subject, move |_| jobs::outcome(&work()?))
+    jobs.begin(kind, subject, Some(place), move |_| jobs::outcome(&work()?))
+}
+
+/// A place for a call at a store: the named one, else the group's own.
+fn place_at(
+    stores: &StoreRoom,
+    store: Option<&str>,
+    group: Option<&str>,
+) -> Result<AtStore, ApiError> {
+    let named = store.map(str::to_owned);
+    let of_group = || group.map(|group| format!("the store of {group}"));
+    let store = named.or_else(of_group).unwrap_or_else(|| "each group's store".to_owned());
+    Ok(stores.take(&store)?)
 }
 
 /// The snapshots that are meant.
@@ -147,34 +163,41 @@ impl Which {
 
 pub(super) async fn list(
     State(host): Shared,
+    State(stores): State<StoreRoom>,
     Extension(access): Extension<Access>,
     asked: Asked,
 ) -> Answer<Vec<SnapshotReport>> {
     let Query(which) = asked.map_err(|rejection| invalid(rejection.body_text()))?;
     may_name(&*host, access, which.store.as_deref())?;
-    blocking(move || host.snapshots(which.group.as_ref(), which.store.as_deref())).await.map(Json)
+    let place = place_at(&stores, which.store.as_deref(), which.group.as_deref())?;
+    let list = move || host.snapshots(which.group.as_ref(), which.store.as_deref());
+    blocking_in(place, list).await.map(Json)
 }
 
 pub(super) async fn delete(
     State(host): Shared,
+    State(stores): State<StoreRoom>,
     Extension(access): Extension<Access>,
     asked: Result<Query<Doomed>, QueryRejection>,
 ) -> Answer<DeleteReport> {
     let Query(doomed) = asked.map_err(|rejection| invalid(rejection.body_text()))?;
     let Doomed { group, number, store, force } = doomed;
     may_name(&*host, access, store.as_deref())?;
-    blocking(move || host.delete_snapshot(&group, number, store.as_deref(), force)).await.map(Json)
+    let place = place_at(&stores, store.as_deref(), Some(&group))?;
+    let delete = move || host.delete_snapshot(&group, number, store.as_deref(), force);
+    blocking_in(place, delete).await.map(Json)
 }
 
 pub(super) async fn verify(
     State(host): Shared,
+    State(stores): State<StoreRoom>,
     Extension(access): Extension<Access>,
     asked: Asked,
 ) -> Answer<VerifyReport> {
     let Query(which) = asked.map_err(|rejection| invalid(rejection.body_text()))?;
     may_name(&*host, access, which.store.as_deref())?;
     let group = which.group()?.to_owned();
-    blocking(move || host.verify_snapshot(&group, which.number, which.store.as_deref()))
-        .await
-        .map(Json)
+    let place = place_at(&stores, which.store.as_deref(), Some(&group))?;
+    let verify = move || host.verify_snapshot(&group, which.number, which.store.as_deref());
+    blocking_in(place, verify).await.map(Json)
 }

@@ -5,7 +5,7 @@ use crate::socket::ApiSocket;
 use crate::table::tests::{example, host_of};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
-use std::sync::Mutex;
+use std::sync::{Mutex, RwLock};
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
 use understudy_client::{Client, Exit, Failure, FailureKind};
@@ -19,7 +19,8 @@ use understudy_report::cluster::{
 use understudy_report::events::Journal;
 use understudy_report::upgrade::Versions;
 use understudy_report::{
-    GroupRequest, MediumRequest, ProtectRequest, Protection, RecoverRequest, StartRequest,
+    AgainRequest, GroupRequest, MediumRequest, ProtectRequest, Protection, RecoverRequest,
+    StartRequest,
 };
 use understudy_snapshot::SnapshotNumber;
 
@@ -29,6 +30,8 @@ struct Recorder {
     protection: Mutex<Protection>,
     calls: Mutex<Vec<String>>,
     fails_with: Mutex<Option<HostError>>,
+    /// Held by a test whose store hangs.
+    store: RwLock<()>,
 }
 
 impl Recorder {
@@ -51,6 +54,7 @@ impl Default for Recorder {
             protection: Mutex::new(Protection::Protected { peer: literal("b") }),
             calls: Mutex::default(),
             fails_with: Mutex::default(),
+            store: RwLock::default(),
         }
     }
 }
@@ -96,6 +100,9 @@ impl Control for Recorder {
     }
     fn protect(&self, name: &VmName, request: ProtectRequest) -> Result<VmStatus, HostError> {
         self.record(name, format!("protect {name} {} {:?}", request.to, request.policy))
+    }
+    fn protect_again(&self, name: &VmName, request: AgainRequest) -> Result<VmStatus, HostError> {
+        self.record(name, format!("protect {name} again {}", request.to))
     }
     fn protect_group(
         &self,
@@ -157,6 +164,7 @@ impl Control for Recorder {
         group: Option<&GroupName>,
         store: Option<&str>,
     ) -> Result<Vec<SnapshotReport>, HostError> {
+        drop(self.store.read());
         self.record("db", format!("snapshots {group:?} {store:?}"))?;
         Ok(vec![SnapshotReport {
             group: literal("db"),
@@ -194,6 +202,7 @@ impl Control for Recorder {
 struct Served {
     host: Arc<Recorder>,
     client: Client,
+    stores: StoreRoom,
     socket: ApiSocket,
     // Dropped in this order: the server ends, then its folder goes.
     _runtime: Runtime,
@@ -205,14 +214,15 @@ fn serve() -> Served {
     let socket = ApiSocket::bind(&directory.path().join("api.sock")).unwrap();
     let runtime = Runtime::new().unwrap();
     let host = Arc::new(Recorder::default());
-    let routes = Api::new(host.clone()).router(&Guard::Local);
+    let api = Api::new(host.clone());
+    let (routes, stores) = (api.router(&Guard::Local), api.stores);
     let listener = socket.listener().unwrap();
     runtime.spawn(async {
         let listener = tokio::net::UnixListener::from_std(listener).unwrap();
         axum::serve(listener, routes).await
     });
     let client = Client::new(socket.path()).unwrap();
-    Served { host, client, socket, _runtime: runtime, _directory: directory }
+    Served { host, client, stores, socket, _runtime: runtime, _directory: directory }
 }
 
 impl Served {
@@ -263,6 +273,8 @@ fn every_call_arrives_and_is_answered() {
     let policy = Some(Policy::Interval { hz: 5 });
     let request = ProtectRequest { to: "b".into(), policy, ..Default::default() };
     assert_eq!(client.protect("db", &request).unwrap(), vm);
+    let again = AgainRequest { to: "c".into() };
+    assert_eq!(client.protect_again("db", &again).unwrap(), vm);
     let request = GroupRequest {
         vms: vec![literal("db")],
         to: "b".into(),
@@ -286,6 +298,7 @@ fn every_call_arrives_and_is_answered() {
         "definition db",
         "status db",
         "protect db b Some(Interval { hz: 5 })",
+        "protect db again c",
         "group shop b [\"db\"]",
         "unprotect db",
         "failover db",
@@ -391,6 +404,39 @@ fn a_daemon_that_dies_in_the_middle_is_told_from_an_answer() {
     let failure = Client::new(socket.path()).unwrap().status().unwrap_err();
     assert_eq!(failure.exit(), Exit::NoDaemon);
     daemon.join().unwrap();
+}
+
+/// Each call that waited for it kept a thread, and after some hundred nobody was answered any more.
+#[test]
+fn a_store_that_hangs_leaves_the_other_calls_alone() {
+    let served = serve();
+    let hanging = served.host.store.write().unwrap();
+    let asking: Vec<UnixStream> = (0..room::MOST_AT_STORES)
+        .map(|_| {
+            let mut stream = UnixStream::connect(served.socket.path()).unwrap();
+            stream.write_all(b"GET /v1/snapshots HTTP/1.1\r\nhost: localhost\r\n\r\n").unwrap();
+            stream
+        })
+        .collect();
+    // All of them are waiting as soon as no place is free.
+    while served.stores.0.available_permits() > 0 {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    for (method, path) in [
+        ("GET", "/v1/snapshots?store=/srv/dead"),
+        ("DELETE", "/v1/snapshots?group=db&number=1&store=/srv/dead"),
+        ("POST", "/v1/snapshots/verify?group=db&store=/srv/dead"),
+    ] {
+        let (code, body) = served.request(method, path, "");
+        let words = body["error"]["message"].as_str().unwrap();
+        assert!(code == 503 && words.contains("/srv/dead is not asked"), "{code}: {words}");
+    }
+    let snapshot = "/v1/vms/db/snapshot?wait=false";
+    let (code, body) = served.request("POST", snapshot, "{}");
+    assert!(code == 503 && body.to_string().contains("the store of db"), "{code}: {body}");
+    assert_eq!(served.request("GET", "/v1/status", "").0, 200);
+    drop(hanging);
+    drop(asking);
 }
 
 #[test]

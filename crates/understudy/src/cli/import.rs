@@ -29,7 +29,7 @@ pub struct ImportArgs {
     /// Which bridge a network of the manager's is, on every host.
     #[arg(long, value_name = "NETWORK=BRIDGE", value_parser = pair)]
     pub bridge: Vec<(String, String)>,
-    /// Where a volume of Proxmox's lies.
+    /// Where a volume of Proxmox's lies, or one of libvirt's (POOL/VOLUME).
     #[arg(long, value_name = "VOLUME=PATH", value_parser = pair)]
     pub volume: Vec<(String, String)>,
 }

@@ -1,6 +1,6 @@
 //! `understudy host`: the daemon in the foreground.
 
-use super::watchdog;
+use super::watchdog::{self, Door};
 use crate::api::operators::{self, Asking};
 use crate::api::{Api, Guard, Routed, follow, remote, room};
 use crate::service_manager::{Notice, ServiceManager};
@@ -11,7 +11,7 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::net::UnixListener;
+use tokio::net::{TcpListener, UnixListener};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 use tokio::task::{JoinError, JoinHandle, spawn_blocking};
@@ -22,8 +22,11 @@ use understudy_report::{ErrorKind, HostError};
 
 /// Time that calls under way may take to be answered once everything has ended.
 const LAST_ANSWERS: Duration = Duration::from_secs(2);
-/// Time that the end takes beside the guests' power-off: protected VMs are handed over before.
+/// Time that the end takes beside the guests' power-off, from each VM on that it has dealt with: protected VMs are handed
+/// over before, one after the other.
 const HAND_OVERS: Duration = Duration::from_secs(120);
+/// Time between two looks at how many are left.
+const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Runs the daemon until SIGTERM or SIGINT.
 pub fn run(config: &Path) -> Result<Exit, Failure> {
@@ -60,43 +63,90 @@ async fn serve(
     let mut signals = Signals::new().map_err(internal)?;
     let name = config.name.clone();
     let end = 2 * config.power_off_timeout + HAND_OVERS;
-    let metrics = match config.metrics {
-        Some(address) => Some(door::bind(address, "metrics", "[metrics]").await?),
-        None => None,
-    };
+    let doors = Doors::open(&config, socket).await?;
     let host: Result<Arc<Host>, HostError> =
         spawn_blocking(|| Host::start(config)).await.map_err(crashed)?;
     let host = host?;
+    let goes_on = || manager.tell(&[Notice::StillStopping(end)]);
     let (stop, stopped) = oneshot::channel::<()>();
-    let api = Api::new(Arc::new(Routed(host.clone())));
-    let router = operators::only(api.router(&Guard::Local));
-    let service = router.into_make_service_with_connect_info::<Asking>();
-    let listener = listener_of(socket).map_err(internal)?;
-    let serving = axum::serve(listener, service).with_graceful_shutdown(async {
-        // A dropped sender stops the server as well.
-        let _ = stopped.await;
-    });
-    if let Some(listener) = metrics {
-        metrics::serve(listener, Arc::new(Routed(host.clone())));
-    }
-    if let Some((config, tls)) = host.remote_api() {
-        remote::start(&api, config, tls).await?;
-    }
-    follow(&host).map_err(internal)?;
-    // Behind all that may fail, and before anybody hears that this daemon is up.
-    host.arm_watchdog()?;
-    let server = tokio::spawn(serving.into_future());
+    let (serving, door) = match doors.serve(&host, socket.path(), stopped) {
+        Ok(served) => served,
+        Err(failure) => {
+            // Its guests run by now: an end without order would cut their power, at each further try to start.
+            tracing::error!("ending: {}", failure.message);
+            manager.tell(&[Notice::Stopping(end)]);
+            end_in_order(&host, &mut signals, goes_on).await?;
+            return Err(failure);
+        }
+    };
+    let server = tokio::spawn(serving);
     tracing::info!(host = %name, socket = %socket.path().display(), "ready");
     manager.tell(&[Notice::Ready]);
-    let alive = watchdog::keep(manager.clone(), host.clone(), socket.path().to_owned());
-    let alive = tokio::spawn(alive);
+    let alive = tokio::spawn(watchdog::keep(manager.clone(), host.clone(), door));
     let signal = signals.next().await;
     alive.abort();
     manager.tell(&[Notice::Stopping(end), Notice::Status(format!("ending after {signal}"))]);
     tracing::info!(signal, "ending: VMs are handed over or shut down; another signal cuts them");
-    shut_down(&host, stop, server, &mut signals).await?;
+    shut_down(&host, stop, server, &mut signals, goes_on).await?;
     tracing::info!("ended");
     Ok(())
+}
+
+/// What the daemon listens on, had before a guest runs: what cannot be had ends nothing then.
+struct Doors {
+    local: UnixListener,
+    metrics: Option<TcpListener>,
+    api: Option<remote::Addresses>,
+}
+
+impl Doors {
+    async fn open(config: &HostConfig, socket: &ApiSocket) -> Result<Doors, Failure> {
+        Ok(Doors {
+            local: listener_of(socket).map_err(internal)?,
+            metrics: match config.metrics {
+                Some(address) => Some(door::bind(address, "metrics", "[metrics]").await?),
+                None => None,
+            },
+            api: match &config.api {
+                Some(api) => Some(remote::Addresses::take(api.clone()).await?),
+                None => None,
+            },
+        })
+    }
+
+    /// Lets everybody in; on the socket, whoever runs what is returned. With it comes the door at the socket's `path`.
+    fn serve(
+        self,
+        host: &Arc<Host>,
+        path: &Path,
+        stopped: oneshot::Receiver<()>,
+    ) -> Result<(impl Future<Output = io::Result<()>> + Send + 'static, Door), Failure> {
+        follow(host).map_err(internal)?;
+        let routed = Arc::new(Routed(host.clone()));
+        let api = Api::new(routed.clone());
+        if let Some(listener) = self.metrics {
+            metrics::serve(listener, routed);
+        }
+        if let (Some(addresses), Some(tls)) = (self.api, host.api_tls()) {
+            addresses.serve(&api, tls);
+        }
+        let router = operators::only(api.router(&Guard::Local));
+        let service = router.into_make_service_with_connect_info::<Asking>();
+        // Behind all that may fail, and before anybody hears that this daemon is up.
+        host.arm_watchdog()?;
+        let again = service.clone();
+        let door = Door::new(path, move |socket| {
+            let serving = axum::serve(listener_of(socket)?, again.clone());
+            // Ends with the daemon.
+            drop(tokio::spawn(serving.into_future()));
+            Ok(())
+        });
+        let serving = axum::serve(self.local, service).with_graceful_shutdown(async {
+            // A dropped sender stops the server as well.
+            let _ = stopped.await;
+        });
+        Ok((serving.into_future(), door))
+    }
 }
 
 /// Ends a host's work in order, and its API with it; a further signal cuts its VMs.
@@ -105,9 +155,10 @@ async fn shut_down(
     stop: oneshot::Sender<()>,
     server: JoinHandle<io::Result<()>>,
     signals: &mut Signals,
+    goes_on: impl Fn(),
 ) -> Result<(), Failure> {
     let _ = stop.send(());
-    end_in_order(host, signals).await?;
+    end_in_order(host, signals, goes_on).await?;
     match tokio::time::timeout(LAST_ANSWERS, server).await {
         Ok(ended) => ended.map_err(crashed)?.map_err(internal)?,
         Err(_) => tracing::warn!("some API calls were not answered"),
@@ -115,16 +166,28 @@ async fn shut_down(
     Ok(())
 }
 
-/// Ends a host's work in order; a further signal cuts its VMs.
-pub(super) async fn end_in_order(host: &Arc<Host>, signals: &mut Signals) -> Result<(), Failure> {
+/// Ends a host's work in order; a further signal cuts its VMs. Each time that one is dealt with, `goes_on` is called.
+pub(super) async fn end_in_order(
+    host: &Arc<Host>,
+    signals: &mut Signals,
+    goes_on: impl Fn(),
+) -> Result<(), Failure> {
     let ending = host.clone();
     let mut ended = spawn_blocking(move || ending.shutdown());
+    let mut looks = tokio::time::interval(LOOK_INTERVAL);
+    let mut left = host.still_running();
     loop {
         tokio::select! {
             ended = &mut ended => return ended.map_err(crashed),
             signal = signals.next() => {
                 tracing::warn!(signal, "waiting for no guest any more");
                 host.hurry();
+            }
+            _ = looks.tick() => {
+                let before = std::mem::replace(&mut left, host.still_running());
+                if left < before {
+                    goes_on();
+                }
             }
         }
     }

@@ -116,7 +116,7 @@ async fn serve(
         over = &mut over => over.map_err(crashed)??,
         signal = signals.next() => tracing::info!(%vm, signal, "its keeper ends"),
     }
-    end_in_order(&host, &mut signals).await?;
+    end_in_order(&host, &mut signals, || ()).await?;
     spawn_blocking(move || host.leave_all()).await.map_err(crashed)
 }
 

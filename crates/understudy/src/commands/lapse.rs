@@ -1,5 +1,6 @@
 //! Lapses of protection: the backup follows, and could not take over at the moment, or output waits for it for long, since
-//! its disk or the arbiter is slow, say. Nothing is lost by that, and it mostly ends by itself within seconds.
+//! its disk or the arbiter is slow, say. Nothing is lost by that, and it mostly ends by itself within seconds. And silences
+//! of a VM's keeper.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -42,6 +43,29 @@ impl Lapse {
     }
 }
 
+/// The wait for a VM's keeper that says nothing for a moment: what it does may go on.
+pub struct Silence {
+    patience: Duration,
+    /// Time at which it began; none while the VM is heard of.
+    since: Option<Instant>,
+}
+
+impl Silence {
+    /// A silence that has not begun.
+    pub fn new() -> Silence {
+        Silence { patience: PATIENCE, since: None }
+    }
+
+    /// Whether nothing is known of the VM, and its keeper is worth waiting for.
+    pub fn is_worth_waiting(&mut self, status: &VmStatus) -> bool {
+        if status.unheard.is_none() {
+            self.since = None;
+            return false;
+        }
+        self.since.get_or_insert_with(Instant::now).elapsed() < self.patience
+    }
+}
+
 /// Hands a VM over to its backup, perhaps after a lapse.
 pub fn hand_over(client: &Client, vm: &str, quiet: bool) -> Result<(), Failure> {
     patiently(|| client.failover(vm), || client.vm_status(vm), Lapse::new(quiet), AGAIN)
@@ -81,6 +105,25 @@ pub mod tests {
     pub fn degraded(lapse: Option<&str>) -> VmStatus {
         let reason = "b follows, and could not take over now".to_owned();
         VmStatus { lapse: lapse.map(str::to_owned), ..example(Protection::Degraded { reason }) }
+    }
+
+    /// A VM whose keeper does not answer.
+    pub fn unheard() -> VmStatus {
+        VmStatus { unheard: Some("it hangs".to_owned()), ..degraded(None) }
+    }
+
+    /// A silence that nobody waits through.
+    pub fn endless() -> Silence {
+        Silence { patience: Duration::ZERO, since: None }
+    }
+
+    #[test]
+    fn each_silence_is_waited_through_by_itself() {
+        let mut silence = Silence::new();
+        assert!(!silence.is_worth_waiting(&degraded(None)));
+        assert!(silence.is_worth_waiting(&unheard()) && silence.since.is_some());
+        assert!(!silence.is_worth_waiting(&degraded(None)) && silence.since.is_none());
+        assert!(!endless().is_worth_waiting(&unheard()));
     }
 
     /// Tries a hand-over that is refused so often.

@@ -1,6 +1,6 @@
 //! `understudy protect`, `unprotect` and `failover`.
 
-use super::lapse::{self, Lapse};
+use super::lapse::{self, Lapse, Silence};
 use crate::cli::{DiskReadsKind, ProtectArgs};
 use serde_json::json;
 use std::thread;
@@ -78,7 +78,8 @@ fn follow(
         return Ok(begun);
     }
     let (name, mut progress) = (begun.name.clone(), SyncProgress::new(json));
-    let outcome = wait(begun, &mut progress, Lapse::new(json), || {
+    let patience = (Lapse::new(json), Silence::new());
+    let outcome = wait(begun, &mut progress, patience, || {
         thread::sleep(POLL_INTERVAL);
         client.vm_status(&name)
     });
@@ -90,10 +91,12 @@ fn follow(
 fn wait(
     mut status: VmStatus,
     progress: &mut SyncProgress,
-    mut lapse: Lapse,
+    (mut lapse, mut silence): (Lapse, Silence),
     mut next: impl FnMut() -> Result<VmStatus, Failure>,
 ) -> Result<VmStatus, Failure> {
     loop {
+        // Both look at each status.
+        let waits = lapse.is_worth_waiting(&status) | silence.is_worth_waiting(&status);
         let reason = match &status.protection {
             Protection::Protected { .. } | Protection::Unheld { .. } => return Ok(status),
             Protection::Syncing { .. } => {
@@ -101,7 +104,7 @@ fn wait(
                 status = next()?;
                 continue;
             }
-            Protection::Degraded { .. } if lapse.is_worth_waiting(&status) => {
+            Protection::Degraded { .. } if waits => {
                 status = next()?;
                 continue;
             }
@@ -156,7 +159,7 @@ fn whom(vm: &str, group: &Option<GroupName>, verb: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::commands::lapse::tests::{degraded, over};
+    use crate::commands::lapse::tests::{degraded, endless, over, unheard};
     use crate::table::tests::example;
     use understudy_protocol::literal;
 
@@ -169,10 +172,14 @@ mod tests {
         })
     }
 
+    fn quietly() -> (Lapse, Silence) {
+        (Lapse::new(true), Silence::new())
+    }
+
     /// Waits while the protection goes from syncing through `states`.
     fn wait_through(states: Vec<Protection>) -> Result<VmStatus, Failure> {
         let mut states = states.into_iter().map(example);
-        wait(syncing(), &mut SyncProgress::new(true), Lapse::new(true), || {
+        wait(syncing(), &mut SyncProgress::new(true), quietly(), || {
             Ok(states.next().expect("no more states"))
         })
     }
@@ -201,7 +208,7 @@ mod tests {
         let protected = example(Protection::Protected { peer: literal("b") });
         let wait_with = |lapse| {
             let mut states = [lapsed(), lapsed(), protected.clone()].into_iter();
-            wait(syncing(), &mut SyncProgress::new(true), lapse, || {
+            wait(syncing(), &mut SyncProgress::new(true), (lapse, Silence::new()), || {
                 Ok(states.next().expect("no more states"))
             })
         };
@@ -209,11 +216,26 @@ mod tests {
         assert_eq!(wait_with(over()).unwrap_err().exit(), Exit::Degraded);
     }
 
+    /// It ended with 3 after two seconds, and the copy went on.
+    #[test]
+    fn it_waits_for_a_keeper_that_is_silent_with_a_bound() {
+        let protected = example(Protection::Protected { peer: literal("b") });
+        let wait_with = |silence| {
+            let mut states = [unheard(), syncing(), unheard(), protected.clone()].into_iter();
+            let patience = (Lapse::new(true), silence);
+            wait(syncing(), &mut SyncProgress::new(true), patience, || {
+                Ok(states.next().expect("no more states"))
+            })
+        };
+        assert_eq!(wait_with(Silence::new()).unwrap().protection, protected.protection);
+        assert_eq!(wait_with(endless()).unwrap_err().exit(), Exit::Degraded);
+    }
+
     #[test]
     fn a_daemon_that_goes_away_ends_the_wait() {
         let gone = Failure::new(FailureKind::DaemonUnreachable, "gone");
-        let quiet = Lapse::new(true);
-        let outcome = wait(syncing(), &mut SyncProgress::new(true), quiet, || Err(gone.clone()));
+        let mut progress = SyncProgress::new(true);
+        let outcome = wait(syncing(), &mut progress, quietly(), || Err(gone.clone()));
         assert_eq!(outcome.unwrap_err(), gone);
     }
 }

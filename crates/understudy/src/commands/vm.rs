@@ -60,10 +60,8 @@ fn start(
     };
     output::show(json, &status, |vm| {
         let slow = vm.slow.as_ref().map(|why| format!("slower than it could: {why}\n"));
-        let before = vm.former_backup.as_ref().map(|backup| {
-            let name = &vm.name;
-            format!("it was protected before: `understudy protect {name} --to {backup}`\n")
-        });
+        let before = vm.former_command.as_ref();
+        let before = before.map(|command| format!("it was protected before: `{command}`\n"));
         let name = &vm.name;
         format!(
             "{name} runs, unprotected\n{}{}",

@@ -1,7 +1,6 @@
 //! The checks of what a host's configuration names: its address, the arbiter, the peers.
 
 use super::Check;
-use crate::api::check_tokens;
 use anyhow::Context;
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
@@ -53,9 +52,10 @@ fn certificates(config: &HostConfig) -> Option<Check> {
 fn api(config: &ApiConfig) -> Vec<Check> {
     let mut checks: Vec<Check> =
         config.listen.iter().map(|address| listen("API", *address)).collect();
-    checks.push(match check_tokens(&config.tokens) {
-        Ok(()) => Check::ok("tokens", format!("{} files", config.tokens.len())),
-        Err(error) => Check::fail("tokens", error.message, "see [api] in docs/monitoring.md"),
+    let problems = config.problems_of_tokens();
+    checks.push(match problems.is_empty() {
+        true => Check::ok("tokens", format!("{} files", config.tokens.len())),
+        false => Check::fail("tokens", problems.join("; "), "see [api] in docs/monitoring.md"),
     });
     checks
 }

@@ -2,7 +2,10 @@
 
 use super::Check;
 use std::path::{Path, PathBuf};
+use understudy_daemon::config::HostConfig;
+use understudy_daemon::probe;
 use understudy_qemu::VmDefinition;
+use understudy_qemu::user::RunAs;
 
 const SWTPM: &str = "swtpm";
 const INSTALL_SWTPM: &str = "install the package swtpm";
@@ -10,11 +13,13 @@ const INSTALL_SWTPM: &str = "install the package swtpm";
 const OVMF: &str = "/usr/share/OVMF/OVMF_CODE_4M.fd";
 const INSTALL_OVMF: &str = "install the package ovmf";
 
-/// The checks of a host with these VMs.
-pub fn checks(vms: &[VmDefinition]) -> Vec<Check> {
+/// The checks of a host, with the VMs that it has by its configuration.
+pub fn checks(config: Option<&HostConfig>) -> Vec<Check> {
+    let vms = &config.map(probe::recorded).unwrap_or_default()[..];
     let program =
         std::env::var_os("PATH").and_then(|path| find(SWTPM, std::env::split_paths(&path)));
-    let mut checks = vec![swtpm(program.as_deref(), vms), ovmf(Path::new(OVMF), vms)];
+    let home = config.map(|config| (config.state_dir.as_path(), &config.run_as));
+    let mut checks = vec![swtpm(program.as_deref(), vms, home), ovmf(Path::new(OVMF), vms)];
     checks.extend(vms.iter().filter_map(firmware));
     checks
 }
@@ -23,11 +28,25 @@ fn find(program: &str, mut folders: impl Iterator<Item = PathBuf>) -> Option<Pat
     folders.find_map(|folder| Some(folder.join(program)).filter(|path| path.is_file()))
 }
 
-fn swtpm(program: Option<&Path>, vms: &[VmDefinition]) -> Check {
+/// With a directory for the state of VMs, and as whom they run, it is tried there.
+fn swtpm(program: Option<&Path>, vms: &[VmDefinition], home: Option<(&Path, &RunAs)>) -> Check {
     let needed: Vec<&str> =
         vms.iter().filter(|vm| vm.tpm.is_some()).map(|vm| vm.name.as_str()).collect();
     match (program, &needed[..]) {
-        (Some(program), _) => Check::ok(SWTPM, program.display().to_string()),
+        (Some(program), needed) => {
+            let found = program.display().to_string();
+            let tried =
+                home.filter(|(state_dir, _)| state_dir.is_dir()).map(|(state_dir, run_as)| {
+                    (probe::try_swtpm(program, state_dir, run_as), state_dir)
+                });
+            let Some((Err(error), state_dir)) = tried else { return Check::ok(SWTPM, found) };
+            let detail = format!("{found} begins no TPM in {}: {error:#}", state_dir.display());
+            let advice = probe::swtpm_confinement(state_dir);
+            match needed {
+                [] => Check::note(SWTPM, detail, format!("only VMs with a TPM need it: {advice}")),
+                _ => Check::fail(SWTPM, detail, advice),
+            }
+        }
         (None, []) => {
             let advice = format!("only VMs with a TPM need it, on every host: {INSTALL_SWTPM}");
             Check::note(SWTPM, "not found", advice)
@@ -76,12 +95,12 @@ mod tests {
     #[test]
     fn what_a_vm_needs_and_the_host_lacks_fails_and_says_what_to_install() {
         let with = [vm("tpm = \"crb\"")];
-        let check = swtpm(None, &with);
+        let check = swtpm(None, &with, None);
         assert_eq!(check.state, State::Fail);
         assert!(check.detail.contains("db has a TPM"), "{check:?}");
         assert_eq!(check.advice.as_deref(), Some(INSTALL_SWTPM));
-        assert_eq!(swtpm(None, &[vm("")]).state, State::Note);
-        assert_eq!(swtpm(Some(Path::new("/usr/bin/swtpm")), &with).state, State::Ok);
+        assert_eq!(swtpm(None, &[vm("")], None).state, State::Note);
+        assert_eq!(swtpm(Some(Path::new("/usr/bin/swtpm")), &with, None).state, State::Ok);
         let lost = vm("firmware = \"/nowhere/OVMF.fd\"");
         let check = firmware(&lost).unwrap();
         assert_eq!(check.state, State::Fail);
@@ -89,6 +108,20 @@ mod tests {
         assert!(firmware(&vm("firmware = \"/etc/hostname\"")).is_none());
         assert_eq!(ovmf(Path::new("/nowhere/OVMF.fd"), &[lost]).state, State::Note);
         assert_eq!(ovmf(Path::new("/etc/hostname"), &[]).state, State::Ok);
+    }
+
+    // Before, it was well if the file was there.
+    #[test]
+    fn a_swtpm_that_ends_at_once_fails() {
+        let folder = tempfile::tempdir().unwrap();
+        let home = Some((folder.path(), &RunAs::OwnNumber));
+        let check = |program: &str, vm| swtpm(Some(Path::new(program)), &[vm], home);
+        let failed = check("/bin/false", vm("tpm = \"crb\""));
+        assert_eq!(failed.state, State::Fail);
+        let line =
+            format!("`{}/** rwk,` to /etc/apparmor.d/local/usr.bin.swtpm", folder.path().display());
+        assert!(failed.advice.as_ref().is_some_and(|advice| advice.contains(&line)), "{failed:?}");
+        assert_eq!(check("/bin/false", vm("")).state, State::Note);
     }
 
     #[test]

@@ -58,9 +58,12 @@ export function actions(vm, status) {
 }
 
 function protect(vm, status) {
+  // What was asked for when it was protected, and its group, are not lost with its protection.
+  const wanted = vm.protection.state === "degraded" ? vm.wanted : null;
   const words = [
     "Its memory and disks are copied to the other host while it runs on. From then on nothing that it sends leaves this host before the other one has what led to it: its answers come a few milliseconds later.",
     status.arbiter ? "If this host fails, the other one goes on with it where it stood." : "This host has no arbiter in its configuration, so this will be refused.",
+    ...(wanted ? asWanted(wanted) : []),
   ];
   return {
     name: "Protect",
@@ -69,9 +72,16 @@ function protect(vm, status) {
     fields: () => choice("to", "With host", status.peers),
     go: "Protect it",
     primary: true,
-    run: (values) => call("POST", `${path(vm, "protect")}?wait=false`, { to: values.to }),
+    run: (values) =>
+      call("POST", `${path(vm, wanted ? "protect-again" : "protect")}?wait=false`, { to: values.to }).then((job) => followed(job, isCopied)),
     done: `${vm.name} is being copied.`,
   };
+}
+
+/** Words on how it is protected again. */
+function asWanted({ group, mode, hold_console: holdsConsole }) {
+  const how = [mode === "lockstep" ? "in lockstep" : "by checkpoints", ...(holdsConsole ? ["with its console held"] : [])];
+  return [`It is protected as it was before: ${how.join(", ")}.`, ...fellows({ group })];
 }
 
 function failOver(vm) {
@@ -119,14 +129,17 @@ function snapshot(vm) {
     ],
     go: "Take it",
     run: (values) =>
-      call("POST", `${path(vm, "snapshot")}?wait=false`, { store: values.store || null, label: values.label || null }).then(followed),
+      call("POST", `${path(vm, "snapshot")}?wait=false`, { store: values.store || null, label: values.label || null }).then((job) => followed(job)),
     done: `The snapshot of ${vm.name} is taken.`,
   };
 }
 
-/** Waits for a job; an error is its error. */
-async function followed(job) {
-  while (job.state === "running") {
+/** Whether a protection is under way: from then on the page shows what becomes of it. */
+const isCopied = (job) => job.progress !== null;
+
+/** Waits for a job's end, or until that is enough of it; an error is its error. */
+async function followed(job, isEnough = () => false) {
+  while (job.state === "running" && !isEnough(job)) {
     await new Promise((done) => setTimeout(done, 500));
     job = await call("GET", `/v1/jobs/${job.id}`);
   }

@@ -14,13 +14,17 @@ pub fn example(protection: Protection) -> VmStatus {
         role: Role::Primary,
         keeper_pid: None,
         live: true,
+        elsewhere: false,
         generation: Generation(3),
         epoch: Epoch(1234),
         group: None,
         protection,
         lapse: None,
+        unheard: None,
         restoring: false,
         former_backup: None,
+        former_command: None,
+        wanted: None,
         since_ms: Some(1_795_000_000_123),
         disk_sync: Some(DiskSync {
             full_because: None,
@@ -164,8 +168,13 @@ fn a_vm_that_is_copied_anew_is_degraded() {
 
 #[test]
 fn a_vm_that_was_protected_before_it_was_started_says_how_it_is_so_again() {
-    let status = VmStatus { former_backup: Some("b".into()), ..example(Protection::Off) };
-    assert!(vm(&status).contains("`understudy protect db --to b`"));
+    let command = "understudy protect db --to b --hold-console";
+    let status = VmStatus {
+        former_backup: Some("b".into()),
+        former_command: Some(command.into()),
+        ..example(Protection::Off)
+    };
+    assert!(vm(&status).contains(&format!("is so by `{command}`")));
 }
 
 #[test]

@@ -275,15 +275,26 @@ fn has_ended(stream: &mut impl Read, told: &mut Vec<u8>) -> bool {
     }
 }
 
+/// It stopped the daemon, or voided the tokens of all lower roles.
 #[test]
-fn an_api_that_nobody_could_use_safely_is_not_served() -> Result<()> {
-    let directory = tempfile::tempdir()?;
+fn tokens_that_others_may_read_count_for_nothing_and_void_no_other() {
+    let directory = tempfile::tempdir().expect("a directory");
     let mut options = options();
-    serve(&mut options, "a", directory.path())?;
-    fs::set_permissions(directory.path().join("admin"), Permissions::from_mode(0o644))?;
-    let error = Scene::start(options).err().context("it is served")?;
-    ensure!(format!("{error:#}").contains("chmod 600"), "{error:#}");
-    Ok(())
+    serve(&mut options, "a", directory.path()).expect("tokens");
+    let admins = directory.path().join("admin");
+    fs::set_permissions(&admins, Permissions::from_mode(0o644)).expect("permissions");
+    play(options, |scene| {
+        let status = |token| ask(scene, &Caller::Token(token), "GET", "/v1/status", "");
+        refused(status(ADMIN)?, 401, "in no file")?;
+        let (code, body) = status(OPERATE)?;
+        ensure!(code == 200, "{code}: {body}");
+        let problems = body["problems"].to_string();
+        ensure!(problems.contains("chmod 600"), "{problems}");
+        fs::set_permissions(&admins, Permissions::from_mode(0o600))?;
+        let (code, body) = status(ADMIN)?;
+        ensure!(code == 200 && !body["problems"].to_string().contains("chmod"), "{code}: {body}");
+        Ok(())
+    });
 }
 
 /// The one who asks.

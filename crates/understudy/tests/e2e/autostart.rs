@@ -1,20 +1,22 @@
 //! VMs that come up with their hosts: each once, on its valid images, and not what somebody has ended.
 
+use crate::api;
 use crate::cluster_deaths::Moment;
 use crate::group;
 use crate::recover::lose;
-use crate::refusals::quick;
+use crate::refusals::{definition, log_of, quick, write};
 use crate::sick_hosts::Hanging;
 use crate::stage::{
-    Calm, LIMIT, PACE, await_degraded, await_service, daemon_passing, options, play, prove_disk,
-    refusal, repairing_daemon,
+    Calm, LIMIT, PACE, await_degraded, await_service, daemon_passing, options, play, protect,
+    prove_disk, refusal, repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::fs;
+use std::net::TcpListener;
 use understudy_lab::companion::Companion;
 use understudy_lab::scene::VM;
-use understudy_lab::{Scene, SceneOptions, wait_for};
+use understudy_lab::{Scene, SceneOptions, in_namespace, wait_for};
 
 /// The scene's guest comes up with its host from now on.
 pub(crate) fn set_autostart(scene: &Scene) -> Result<()> {
@@ -54,12 +56,27 @@ fn ensure_nothing(scene: &Scene, host: &str) -> Result<()> {
 
 /// Host b had taken the guest over from host a when it died; host a is up again, alone.
 fn leave_former_primary_alone(scene: &mut Scene) -> Result<()> {
+    lose_both_after_a_take_over(scene)?;
+    scene.restart("a")
+}
+
+fn lose_both_after_a_take_over(scene: &mut Scene) -> Result<()> {
     set_autostart(scene)?;
     scene.protected_guest("a", "b")?;
     scene.host_mut("a")?.kill_everything()?;
     scene.await_live("b")?;
-    lose(scene, &["b"])?;
-    scene.restart("a")
+    lose(scene, &["b"])
+}
+
+/// Puts a new arbiter in the place of the one that there was, as docs/operating.md says.
+fn renew_arbiter(scene: &Scene) -> Result<()> {
+    let directory = scene.lab().arbiter_directory();
+    fs::remove_dir_all(&directory)?;
+    fs::create_dir(&directory)?;
+    for host in ["a", "b"] {
+        fs::remove_file(scene.host(host)?.directory().join("state/arbiter.id"))?;
+    }
+    Ok(())
 }
 
 pub(crate) fn await_coming_up(scene: &Scene, host: &str) -> Result<()> {
@@ -92,6 +109,73 @@ fn a_vm_comes_up_with_its_host_unless_somebody_ended_it() {
         scene.host("a")?.call(["vm", "start", VM])?;
         scene.host_mut("a")?.terminate()?;
         scene.restart("a")?;
+        await_coming_up(scene, "a")
+    });
+}
+
+/// Storage that hung kept all VMs of its host down, and the host from being a backup.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_vm_whose_images_hang_keeps_no_other_down() {
+    let hanging = tempfile::tempdir().expect("a directory for the test");
+    let image = hanging.path().join(VM);
+    let mut options = hasty();
+    let daemon = options.daemons.get_mut("a").expect("a host a");
+    let points = format!("open-disks=return({})", hanging.path().display());
+    daemon.environment.push(("FAILPOINTS".to_owned(), points));
+    play(options, |scene| {
+        set_autostart(scene)?;
+        scene.start_guest("a")?;
+        let other = format!("autostart = true\n{}", definition(scene, "other")?);
+        let other = write(scene, "other.toml", &other)?;
+        scene.host("a")?.call(["vm", "start", &other.to_string_lossy()])?;
+        scene.host_mut("a")?.kill_everything()?;
+        fs::write(&image, "")?;
+        scene.restart("a")?;
+        let runs = |host: &str, vm: &str| {
+            wait_for(&format!("{vm} to run on host {host}"), LIMIT, || {
+                let status = scene.host(host)?.status(vm).unwrap_or_default();
+                Ok((status["live"] == true).then_some(()))
+            })
+        };
+        runs("a", "other")?;
+        let waits = awaited(scene, "a")?.context("nobody waits for the guest")?;
+        ensure!(waits.contains("its images are being opened"), "{waits}");
+        // Another host's is taken, and its operator is told what the name is kept for.
+        let third = definition(scene, "third")?.replace("75:73:01", "75:73:02");
+        let third = write(scene, "third.toml", &third)?;
+        scene.host("b")?.call(["vm", "start", &third.to_string_lossy()])?;
+        protect(scene.host("b")?, "third", &["--to", "a"])?;
+        let (_, words) = refusal(scene.host("a")?, &["vm", "start", VM])?;
+        ensure!(words.contains("about to bring"), "{words}");
+        fs::remove_file(&image)?;
+        await_coming_up(scene, "a")
+    });
+}
+
+/// The guest was booted, and its power cut, at each try to start.
+#[test]
+fn a_host_whose_api_has_no_address_starts_no_guest() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let mut options = hasty();
+    api::serve(&mut options, "a", directory.path()).expect("tokens");
+    play(options, |scene| {
+        set_autostart(scene)?;
+        scene.start_guest("a")?;
+        scene.host_mut("a")?.kill_everything()?;
+        let address = ("0.0.0.0", api::PORT);
+        let other = in_namespace(&scene.lab().host("a")?, || TcpListener::bind(address))??;
+        let begun = |scene: &Scene| -> Result<usize> {
+            Ok(log_of(scene, "a")?.matches("host a listens on").count())
+        };
+        let before = begun(scene)?;
+        let error = scene.revive("a").err().context("it starts without its address")?;
+        ensure!(format!("{error:#}").contains("daemon ended"), "{error:#}");
+        let log = log_of(scene, "a")?;
+        ensure!(log.contains("cannot serve the API on 0.0.0.0:7780"), "{log}");
+        ensure!(before == 1 && begun(scene)? == before, "its VMs had been looked after: {log}");
+        drop(other);
+        scene.revive("a")?;
         await_coming_up(scene, "a")
     });
 }
@@ -222,6 +306,16 @@ fn the_members_of_a_group_come_up_and_are_protected_as_one() {
     });
 }
 
+/// Host b is back, and the guest's: host a leaves it to that.
+fn await_successor(scene: &mut Scene) -> Result<()> {
+    scene.restart("b")?;
+    await_coming_up(scene, "b")?;
+    wait_for("host a to leave it to host b", LIMIT, || {
+        Ok(awaited(scene, "a")?.is_none().then_some(()))
+    })?;
+    ensure_nothing(scene, "a")
+}
+
 /// A host that lost the guest does not bring it up, whatever its record says, while its successor may
 /// have it; that one does.
 #[test]
@@ -235,12 +329,27 @@ fn a_former_primary_waits_for_its_successor() {
         ensure!(told.contains("is to come up here") && told.contains(&reason), "{told}");
         let (_, words) = refusal(scene.host("a")?, &["unprotect", VM])?;
         ensure!(words.contains("is to come up here"), "{words}");
-        scene.restart("b")?;
-        await_coming_up(scene, "b")?;
-        wait_for("host a to leave it to host b", LIMIT, || {
-            Ok(awaited(scene, "a")?.is_none().then_some(()))
+        await_successor(scene)
+    });
+}
+
+// Before, it came up on its old images: an arbiter that knew nothing of the guest was taken at its word.
+#[test]
+fn a_former_primary_waits_for_its_successor_if_the_arbiter_has_lost_its_records() {
+    play(hasty(), |scene| {
+        lose_both_after_a_take_over(scene)?;
+        renew_arbiter(scene)?;
+        scene.restart("a")?;
+        wait_for("host a to say what it waits for", LIMIT, || {
+            let is_said = |reason: &String| {
+                reason.contains("has lost its records") && reason.contains("host b")
+            };
+            Ok(awaited(scene, "a")?.filter(is_said))
         })?;
-        ensure_nothing(scene, "a")
+        let dry = scene.host("a")?.cli(["recover", VM, "--dry-run", "--json"])?;
+        let found: Value = serde_json::from_slice(&dry.stdout)?;
+        ensure!(found["valid"].is_null(), "{found}");
+        await_successor(scene)
     });
 }
 

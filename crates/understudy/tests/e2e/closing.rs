@@ -1,5 +1,6 @@
 //! The end of a daemon: what becomes of the guests that nobody takes over, and what is said of it.
 
+use crate::autostart::set_autostart;
 use crate::fencing::pass;
 use crate::refusals::{log_of, quick};
 use crate::sick_hosts::await_unfit;
@@ -31,10 +32,15 @@ fn waiting(mut options: SceneOptions, seconds: u64) -> SceneOptions {
     options
 }
 
+/// The record that a host has of the guest.
+fn record(scene: &Scene, host: &str) -> Result<Value> {
+    let record = scene.host(host)?.directory().join("state").join(VM).join("record.json");
+    Ok(serde_json::from_slice(&fs::read(&record)?)?)
+}
+
 /// The role of a host's images, as its record says.
 fn role(scene: &Scene, host: &str) -> Result<String> {
-    let record = scene.host(host)?.directory().join("state").join(VM).join("record.json");
-    let record: Value = serde_json::from_slice(&fs::read(&record)?)?;
+    let record = record(scene, host)?;
     Ok(record["image"]["role"].as_str().context("no role in the record")?.to_owned())
 }
 
@@ -87,6 +93,31 @@ fn a_guest_that_does_not_power_off_is_cut_and_said_to_be() {
         // By its name, on the images that it had.
         scene.host("a")?.call(["vm", "start", VM])?;
         scene.await_live("a").map(drop)
+    });
+}
+
+/// It came up again: that its operator had ended it was taken for its daemon's doing.
+#[test]
+fn a_guest_that_is_being_stopped_when_its_daemon_ends_does_not_come_up_again() {
+    play(waiting(quick(), 1), |scene| {
+        set_autostart(scene)?;
+        scene.start_guest("a")?;
+        let mut stop = scene.host("a")?.begin(["vm", "stop", VM])?;
+        wait_for("the guest to be asked", LIMIT, || {
+            Ok(log_of(scene, "a")?.contains("its operator has it power off").then_some(()))
+        })?;
+        scene.host_mut("a")?.terminate()?;
+        // Told that it has ended, or not any more.
+        stop.wait()?;
+        ensure!(role(scene, "a")? == "cut", "the record says {}", role(scene, "a")?);
+        let wanted = |scene: &Scene| -> Result<bool> { Ok(record(scene, "a")?["wanted"] == true) };
+        ensure!(!wanted(scene)?, "it is to come up again");
+        // Its daemon's wish is none of its operator's.
+        scene.restart("a")?;
+        scene.host("a")?.call(["vm", "start", VM])?;
+        scene.host_mut("a")?.terminate()?;
+        ensure!(wanted(scene)?, "it does not come up again");
+        Ok(())
     });
 }
 

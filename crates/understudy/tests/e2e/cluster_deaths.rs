@@ -193,6 +193,13 @@ fn a_snapshot_that_is_given_up_as_a_member_is_saved_leaves_nothing_there() {
     });
 }
 
+/// A bank, one of whose hosts gets to this moment.
+fn bank_struck(moment: &Moment, host: &str, at: &str) -> SceneOptions {
+    let mut options = bank_options();
+    options.daemons.insert(host.to_owned(), moment.host(at, ""));
+    options
+}
+
 /// Lets host b die as its member, one of three, gets to its moment in a restore in this mode. What
 /// runs on host a is stopped.
 fn dies_in_a_restore(scene: &mut Scene, moment: &Moment, mode: &str) -> Result<String> {
@@ -217,14 +224,38 @@ fn dies_in_a_restore(scene: &mut Scene, moment: &Moment, mode: &str) -> Result<S
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_members_host_dies_while_it_is_loaded() {
     let moment = Moment::new();
-    let mut options = bank_options();
-    options.daemons.insert("b".to_owned(), moment.host("restore-loaded", ""));
-    play(options, |scene| {
+    play(bank_struck(&moment, "b", "restore-loaded"), |scene| {
         let which = dies_in_a_restore(scene, &moment, "lazy")?;
         // Host b has never won its member from the arbiter.
         prove_restored(scene, "a", &which, &[])?;
         comes_back(scene, "b", with_cluster(daemon()))?;
         Bank::of(scene).end()
+    });
+}
+
+/// A member whose memory was there was protected while its group could still be given up; when that was, its backup had
+/// what nobody was to have.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_member_is_not_protected_before_its_group_is_restored() {
+    let moment = Moment::new();
+    play(bank_struck(&moment, "b", "restore-loaded"), |scene| {
+        let (bank, own) = (Bank::found(scene)?, name(0));
+        let which = format!("bank@{}", bank.snapshot("a")?);
+        bank.end()?;
+        let restoring = begin(scene, "a", &["cluster", "restore", &which, "--mode", "lazy"])?;
+        moment.await_reached()?;
+        await_running(scene, "a", &own)?;
+        wait_for("its memory to be there", LIMIT, || {
+            Ok(scene.host("a")?.status(&own)?["filling"].is_null().then_some(()))
+        })?;
+        let words = refusal(scene.host("a")?, &["protect", &own, "--to", "b"])?.1;
+        says(&words, &["is being restored with its group"])?;
+        moment.end()?;
+        let restored = restoring.wait_with_output()?;
+        ensure!(restored.status.success(), "{}", String::from_utf8_lossy(&restored.stderr));
+        bank.protect(0)?;
+        bank.end()
     });
 }
 
@@ -298,9 +329,7 @@ fn prove_former(scene: &Scene, former: &BTreeSet<OsString>) -> Result<()> {
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_members_host_dies_when_it_has_started_it() {
     let moment = Moment::new();
-    let mut options = bank_options();
-    options.daemons.insert("b".to_owned(), moment.host("restore-started", ""));
-    play(options, |scene| {
+    play(bank_struck(&moment, "b", "restore-started"), |scene| {
         let which = dies_in_a_restore(scene, &moment, "hot")?;
         prove_restored_by_force(scene, "a", &which, "bank1 may run on host b")?;
         comes_back(scene, "b", with_cluster(daemon()))?;
@@ -352,9 +381,7 @@ fn the_coordinators_host_dies_between_the_starts() {
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn the_coordinators_host_is_cut_off_when_all_are_to_stay() {
     let moment = Moment::new();
-    let mut options = bank_options();
-    options.daemons.insert("a".to_owned(), moment.host("restore-settled", ""));
-    play(options, |scene| {
+    play(bank_struck(&moment, "a", "restore-settled"), |scene| {
         let bank = Bank::found(scene)?;
         let which = format!("bank@{}", bank.snapshot("a")?);
         bank.end()?;
@@ -372,6 +399,41 @@ fn the_coordinators_host_is_cut_off_when_all_are_to_stay() {
         bank.await_payments()?;
         bank.audit()?;
         bank.end()
+    });
+}
+
+/// The host on which it was decided that all stay dies before it has written that down, and before anybody was told: its own
+/// members stay as the other host's does. They were what they had been before, without their group.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn members_stay_whose_host_dies_when_all_are_to_stay() {
+    let moment = Moment::new();
+    let mut options = SceneOptions { disks: 1, ..bank_options() };
+    options.daemons.insert("a".to_owned(), moment.host("restore-settled", ""));
+    play(options, |scene| {
+        let bank = Bank::found(scene)?;
+        let which = format!("bank@{}", bank.snapshot("a")?);
+        bank.end()?;
+        let restoring = begin(scene, "a", &["cluster", "restore", &which])?;
+        moment.await_reached()?;
+        for own in [0, 2].map(name) {
+            wait_for("all of it to be there", LIMIT, || {
+                Ok(scene.host("a")?.status(&own)?["filling"].is_null().then_some(()))
+            })?;
+        }
+        power_fails(scene, "a")?;
+        failed(restoring)?;
+        wait_for("host b to ask whether its member stays", LIMIT, || {
+            Ok(log_of(scene, "b")?.contains("bank: Settled").then_some(()))
+        })?;
+        comes_back(scene, "a", with_cluster(daemon()))?;
+        for own in [0, 2].map(name) {
+            let images = restored_images(scene, "a", &own)?;
+            ensure!(images.len() == 1, "{own} has {images:?}");
+            scene.host("a")?.call(["vm", "start", &own])?;
+            await_running(scene, "a", &own)?;
+        }
+        Bank::of(scene).end()
     });
 }
 

@@ -2,10 +2,12 @@
 
 use crate::api::{ADMIN, PORT, serve};
 use crate::browser::Browser;
+use crate::refusals::quick;
 use crate::stage::{Calm, PACE, await_service, options, play};
 use anyhow::{Result, ensure};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
+use understudy_lab::ArbiterKind;
 use understudy_lab::scene::VM;
 
 const DESKTOP: (u32, u32) = (1180, 1080);
@@ -85,6 +87,27 @@ fn a_fail_over_is_seen_on_the_dashboard_and_begun_there() {
         on_phone(&mut browser, kept, "after-fail-over")?;
         let complaints = browser.complaints();
         ensure!(complaints.is_empty(), "the page complains: {complaints:?}");
+        Ok(())
+    });
+}
+
+/// It said that the VM was being copied, whatever became of that.
+#[test]
+fn a_protection_that_is_refused_is_told_in_its_dialog() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let mut options = quick();
+    serve(&mut options, "a", directory.path()).expect("tokens");
+    options.daemons.get_mut("a").expect("host a").arbiter = ArbiterKind::None;
+    play(options, |scene| {
+        scene.start_guest("a")?;
+        let mut browser = Browser::start(&scene.lab().client())?;
+        browser.look(DESKTOP, false)?;
+        sign_in(&mut browser, &format!("https://{}:{PORT}/", scene.lab().host_address("a")?))?;
+        ask_for(&mut browser, "Protect", "so this will be refused")?;
+        browser.click("#dialog-go")?;
+        browser.wait_until(&holds("#dialog-error", "has no [arbiter]"))?;
+        ensure!(browser.value("document.getElementById('dialog').open")? == true, "it is closed");
+        ensure!(browser.value(&holds("#outcome", "is being copied"))? == false, "it is copied");
         Ok(())
     });
 }

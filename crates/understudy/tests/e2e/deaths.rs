@@ -105,6 +105,26 @@ fn qemu_alone_is_killed() {
     });
 }
 
+// Before, it was live for good, as its new host said: whoever heard of the death took it for a standby's.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_guest_that_dies_before_its_host_calls_it_its_own_is_not_live() {
+    let mut options = options().calm();
+    let slow = ("FAILPOINTS".to_owned(), "note-take-over=sleep(20000)".to_owned());
+    options.daemons.get_mut("b").expect("a host b").environment.push(slow);
+    play_protected(options, |scene, client| {
+        scene.host_mut("a")?.kill_everything()?;
+        await_service(&client)?;
+        let status = scene.status("b")?;
+        ensure!(status["role"] == "backup", "it is known already whose it is: {status}");
+        scene.host("b")?.kill_qemu(VM)?;
+        let fenced = scene.await_fenced("b")?;
+        let reason = fenced["protection"]["reason"].as_str().unwrap_or_default();
+        ensure!(reason.contains("SIGKILL"), "the reason is not QEMU's death: {reason}");
+        Ok(())
+    });
+}
+
 #[test]
 fn the_standby_qemu_alone_is_killed() {
     kill_the_standby_qemu(options().calm());

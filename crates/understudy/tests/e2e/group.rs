@@ -10,10 +10,12 @@ use crate::stage::{
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::time::Instant;
+use understudy_client::Client;
 use understudy_lab::check::check_disk;
 use understudy_lab::companion::{COMPANION, COMPANION_ADDRESS, Companion};
 use understudy_lab::scene::{RECORDS_PORT, VM};
 use understudy_lab::{GuestShell, RecordClient, Scene, SceneOptions, wait_for};
+use understudy_report::AgainRequest;
 
 /// Answers inside the group that prove that the guests talk.
 const ANSWERED: u64 = 20;
@@ -245,6 +247,46 @@ fn a_member_is_protected_by_itself() {
     });
 }
 
+/// The page's button protected one of them by itself, which ended the group, and let its console go.
+#[test]
+fn a_group_that_is_protected_again_is_as_it_was() {
+    play_group_with(repairing(), |scene, client, mut inner| {
+        scene.host("a")?.call(["unprotect", VM])?;
+        await_forgotten(scene, "b")?;
+        let group = ["--group", "pair", "--to", "b", "--hold-console", "--no-repair", "--no-wait"];
+        scene.host("a")?.call([&["protect", VM, COMPANION][..], &group].concat())?;
+        await_both_with_consoles(scene)?;
+        scene.host_mut("b")?.kill_everything()?;
+        wait_for("the group to be given up", LIMIT, || {
+            let given_up =
+                |vm: &&str| -> Result<bool> { Ok(alone(&scene.host("a")?.status(vm)?).is_some()) };
+            let all = BOTH.iter().map(given_up).collect::<Result<Vec<bool>>>()?;
+            Ok((all == [true, true]).then_some(()))
+        })?;
+        scene.restart("b")?;
+        let wanted = scene.host("a")?.status(COMPANION)?["wanted"].clone();
+        ensure!(wanted["group"] == "pair" && wanted["hold_console"] == true, "{wanted}");
+        let again = AgainRequest { to: "b".to_owned() };
+        let begun = Client::new(scene.host("a")?.socket())
+            .and_then(|client| client.protect_again(COMPANION, &again));
+        begun.map_err(|failure| anyhow::anyhow!(failure.message))?;
+        await_both_with_consoles(scene)?;
+        await_service(&client)?;
+        inner.prove_alive()?;
+        prove_disk(scene, "a", close(client)?)
+    });
+}
+
+/// Waits until host a has both protected as one, with their consoles held.
+fn await_both_with_consoles(scene: &Scene) -> Result<()> {
+    for vm in BOTH {
+        let status = scene.host("a")?.await_protected(vm, |_| ())?;
+        ensure!(status["group"] == "pair", "{vm} is in no group: {status}");
+        ensure!(status["held_console_bytes"].is_u64(), "its console is not held: {status}");
+    }
+    Ok(())
+}
+
 /// Waits until a VM on host a is not protected, and says so in these words.
 fn await_words(scene: &Scene, vm: &str, words: &str) -> Result<()> {
     wait_for(&format!("{vm} to say `{words}`"), LIMIT, || {
@@ -260,6 +302,34 @@ fn one_members_qemu_is_killed_and_the_group_moves() {
         scene.host("a")?.kill_qemu(COMPANION)?;
         prove_survival(scene, client, inner, "b")?;
         await_both_fenced(scene, "a")
+    });
+}
+
+// Before, the other member was ended, too, which nobody else had.
+#[test]
+fn a_member_that_dies_in_the_first_copy_takes_the_other_not_along() {
+    play(SceneOptions { memory_mib: 256, ..options().calm() }, |scene| {
+        let companion = Companion::new(scene)?;
+        scene.start_guest("a")?;
+        companion.start(scene.host("a")?)?;
+        scene.await_guest()?;
+        companion.await_boot(scene)?;
+        let client = scene.record_client(PACE)?;
+        await_service(&client)?;
+        scene.lab().limit_speed("b", 8)?;
+        let a = scene.host("a")?;
+        a.call(["protect", VM, COMPANION, "--group", "pair", "--to", "b", "--no-wait"])?;
+        let status = a.status(VM)?;
+        ensure!(protection(&status).0 == "syncing", "too fast to die meanwhile: {status}");
+        a.kill_qemu(COMPANION)?;
+        wait_for("the group to be given up", LIMIT, || {
+            Ok(alone(&scene.status("a")?).is_some().then_some(()))
+        })?;
+        wait_for("the companion to have ended", LIMIT, || {
+            Ok((a.status(COMPANION)?["role"] == "fenced").then_some(()))
+        })?;
+        await_service(&client)?;
+        prove_disk(scene, "a", close(client)?)
     });
 }
 

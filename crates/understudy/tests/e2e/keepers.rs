@@ -1,6 +1,7 @@
 //! VMs that have a keeper: the daemon may die at any time, and a keeper's end is that of its VM alone.
 
 use crate::autostart::set_autostart;
+use crate::refusals::quick;
 use crate::stage::{
     Calm, LIMIT, PACE, await_forgotten, await_service, daemon, hand_over, options, play,
     prove_survival, refusal, restart_daemon,
@@ -10,11 +11,19 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 use std::fs;
-use std::io::Write;
+use std::io::{self, Read, Write};
 use std::path::PathBuf;
+use std::time::Duration;
 use understudy_lab::companion::{COMPANION, Companion};
 use understudy_lab::scene::VM;
 use understudy_lab::{HostOptions, Part, RecordClient, Scene, SceneOptions, wait_for};
+use understudy_qemu::VmDefinition;
+
+/// A copy that takes some ten seconds.
+const COPIED_BYTES: u64 = 64 << 20;
+const COPY_MBITS: u32 = 50;
+/// Longer than the daemon waits for a keeper, and shorter than a failure.
+const SILENCE: Duration = Duration::from_secs(3);
 
 pub fn with_keepers() -> SceneOptions {
     let mut options = SceneOptions { memory_mib: 256, ..options().calm() };
@@ -220,6 +229,46 @@ fn a_keeper_that_hangs_is_not_taken_for_well_and_hides_no_other_vm() {
         for vm in [VM, COMPANION] {
             scene.host("a")?.call(["vm", "stop", vm, "--force"])?;
         }
+        await_forgotten(scene, "a")
+    });
+}
+
+/// `protect` ended with 3 after two seconds, and the copy went on.
+#[test]
+fn a_keeper_that_is_silent_for_a_moment_ends_no_wait_for_its_copy() {
+    let mut options = quick();
+    for host in ["a", "b"] {
+        // The silence is no failure for the other host.
+        let settings = "keepers = true\n[repair]\nenabled = false\n[detection]\ntimeout_ms = \
+                        10000\nqemu_timeout_ms = 10000\n";
+        let daemon = HostOptions { settings: settings.to_owned(), ..HostOptions::default() };
+        options.daemons.insert(host.to_owned(), daemon);
+    }
+    play(options, |scene| {
+        let image =
+            VmDefinition::from_toml(&fs::read_to_string(scene.definition())?, scene.definition())?
+                .disks[0]
+                .path
+                .clone();
+        let mut image = fs::File::options().append(true).open(image)?;
+        io::copy(&mut fs::File::open("/dev/urandom")?.take(COPIED_BYTES), &mut image)?;
+        scene.lab().limit_speed("b", COPY_MBITS)?;
+        scene.start_guest("a")?;
+        let status = answered(scene, VM)?;
+        let protect = scene.host("a")?.begin(["protect", VM, "--to", "b"])?;
+        wait_for("the copy to be under way", LIMIT, || {
+            let done = &scene.status("a")?["protection"]["done_bytes"];
+            Ok(done.as_u64().filter(|done| *done > 0))
+        })?;
+        signal_keeper(&status, Signal::SIGSTOP)?;
+        std::thread::sleep(SILENCE);
+        let unheard = scene.status("a")?["unheard"].clone();
+        signal_keeper(&status, Signal::SIGCONT)?;
+        ensure!(unheard.is_string(), "it was heard: {unheard}");
+        let output = protect.wait_with_output()?;
+        ensure!(output.status.success(), "{output:?}");
+        scene.await_protected("a", |_| ())?;
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
         await_forgotten(scene, "a")
     });
 }

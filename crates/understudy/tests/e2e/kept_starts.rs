@@ -212,6 +212,55 @@ fn a_start_that_takes_long_holds_up_no_other() {
     });
 }
 
+/// Its daemon had died before: the images that its operator had named stayed on record, and those that it had were forgotten.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_start_on_other_images_that_ends_with_its_keeper_leaves_those_that_were_there() {
+    let held = tempfile::tempdir().expect("a directory");
+    let holds = held.path().join("holds");
+    let mut options =
+        SceneOptions { kind: GuestKind::BootSector, memory_mib: 64, ..with_keepers() };
+    let daemon = options.daemons.get_mut("a").expect("host a's");
+    let point = format!("first-order=return({})", holds.display());
+    daemon.environment.push(("FAILPOINTS".to_owned(), point));
+    play(options, |scene| {
+        let text = definition(scene, "slow")?;
+        let file = write(scene, "slow.toml", &text)?.display().to_string();
+        scene.host("a")?.call(["vm", "start", &file])?;
+        scene.host("a")?.call(["vm", "stop", "slow", "--force"])?;
+        let image = scene.lab().directory().join("slow.img");
+        fs::copy(&image, image.with_file_name("other.img"))?;
+        let other = text.replace("/slow.img", "/other.img");
+        let other = write(scene, "other.toml", &other)?.display().to_string();
+        let state = scene.host("a")?.directory().join("state/slow");
+        let named = |words: &str| -> Result<bool> {
+            Ok(fs::read_to_string(state.join("record.json"))?.contains(words))
+        };
+        fs::write(&holds, "")?;
+        let mut start = scene.host("a")?.begin(["vm", "start", &other, "--force"])?;
+        let pid = || -> Result<Option<i32>> {
+            let Ok(note) = fs::read(state.join("keeper.json")) else { return Ok(None) };
+            let note: Value = serde_json::from_slice(&note).unwrap_or_default();
+            Ok(note["pid"].as_i64().map(i32::try_from).transpose()?)
+        };
+        let keeper = wait_for("a keeper that is to start it", LIMIT, || {
+            Ok(if named("/other.img")? { pid()? } else { None })
+        })?;
+        scene.host_mut("a")?.kill_daemon()?;
+        start.wait()?;
+        scene.revive("a")?;
+        ensure!(named("/other.img")?, "the keeper may start it still");
+        kill(Pid::from_raw(keeper), Signal::SIGKILL)?;
+        wait_for("the former images to be on record again", LIMIT, || {
+            Ok((named("/slow.img")? && !named("/other.img")?).then_some(()))
+        })?;
+        fs::remove_file(&holds)?;
+        scene.host("a")?.call(["vm", "start", "slow"])?;
+        scene.host("a")?.call(["vm", "stop", "slow", "--force"])?;
+        await_forgotten(scene, "a")
+    });
+}
+
 /// Whoever had ended the VM was told that it had failed, and an evacuation stopped there.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]

@@ -144,8 +144,16 @@ fn protection_is_restored_to_a_host_whose_first_path_is_dead() {
             paths[1]["in_use"] == true && paths[0]["up"] == false
         })?;
         scene.host_mut("b")?.kill_daemon()?;
+        let is_protected = |scene: &Scene| -> Result<bool> {
+            Ok(protection(&scene.status("a")?).0 == "protected")
+        };
+        wait_for("the loss of host b to be noticed", LIMIT, || {
+            Ok((!is_protected(scene)?).then_some(()))
+        })?;
         scene.restart("b")?;
-        scene.await_protected("a", |_| ())?;
+        wait_for("protection to be restored to host b", LIMIT, || {
+            Ok(is_protected(scene)?.then_some(()))
+        })?;
         await_service(&client)?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")

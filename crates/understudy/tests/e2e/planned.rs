@@ -44,6 +44,57 @@ fn told_as_planned(scene: &Scene, host: &str, from: &str, status: &Value) -> Res
     Ok(())
 }
 
+// Before, a backup that was silent while it forgot the VM was lost, and the arbiter was asked: without one the guest's
+// output stood still.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_backup_that_takes_its_time_to_forget_is_no_loss_and_needs_no_arbiter() {
+    let mut options = options().calm();
+    for daemon in options.daemons.values_mut() {
+        daemon.settings += "lease_seconds = 0\n";
+    }
+    let slow = ("FAILPOINTS".to_owned(), "forget=sleep(1500)".to_owned());
+    options.daemons.get_mut("b").expect("a host b").environment.push(slow);
+    play_protected(options, |scene, client| {
+        await_service(&client)?;
+        for host in ["a", "b"] {
+            scene.host(host)?.hide(&scene.lab().arbiter_directory())?;
+        }
+        scene.host("a")?.call(["unprotect", VM])?;
+        let status = scene.status("a")?;
+        ensure!(protection(&status).0 == "off" && status["generation"] == 1, "{status}");
+        let events: Value = serde_json::from_str(&scene.host("a")?.call(["events", "--json"])?)?;
+        let events = events["events"].as_array().context("no events")?;
+        ensure!(events.iter().all(|event| event["kind"] != "contested"), "{events:?}");
+        await_service(&client)?;
+        for host in ["a", "b"] {
+            scene.host(host)?.unhide(&scene.lab().arbiter_directory())?;
+        }
+        await_forgotten(scene, "b")?;
+        prove_disk(scene, "a", close(client)?)
+    });
+}
+
+// Before, the backup stood by for a VM that was no more.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_guest_that_powers_off_as_its_protection_begins_leaves_nothing_on_the_backup() {
+    let mut options = options().calm();
+    let slow = ("FAILPOINTS".to_owned(), "note-session=sleep(15000)".to_owned());
+    options.daemons.get_mut("a").expect("a host a").environment.push(slow);
+    play(options, |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let (a, b) = (scene.host("a")?, scene.host("b")?);
+        let protecting = a.begin(["protect", VM, "--to", "b", "--no-wait"])?;
+        wait_for("host b to stand by", LIMIT, || Ok((vms(b)?.len() == 1).then_some(())))?;
+        scene.shell()?.start("poweroff")?;
+        wait_for("the VM to be gone", LIMIT, || Ok(vms(a)?.is_empty().then_some(())))?;
+        protecting.wait_with_output()?;
+        await_forgotten(scene, "b")
+    });
+}
+
 #[test]
 fn the_end_of_protection_leaves_nothing_on_the_backup() {
     play_protected(options().calm(), |scene, client| {

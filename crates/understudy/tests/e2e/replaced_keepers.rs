@@ -488,6 +488,34 @@ fn a_keeper_without_leases_leaves_none_of_the_last_one() {
     });
 }
 
+/// Gives a host's daemon and its keepers fail points.
+fn fail_at(options: &mut SceneOptions, host: &str, points: &str) {
+    let daemon = options.daemons.get_mut(host).expect("a host of the scene");
+    daemon.environment.push(("FAILPOINTS".to_owned(), points.to_owned()));
+}
+
+/// The next keeper found an older generation on record, and killed the guest: whoever was to note the new one had ended
+/// with the last keeper.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_keeper_is_replaced_whose_vm_was_won_anew_when_its_protection_ended() {
+    let mut options = with_keepers();
+    fail_at(&mut options, "a", "note-generation=sleep(20000)");
+    fail_at(&mut options, "b", "stand-down=panic");
+    play(options, |scene| {
+        scene.protected_guest("a", "b")?;
+        let client = begin(scene)?;
+        ensure!(scene.status("a")?["generation"] == 1, "{}", scene.status("a")?);
+        replace(scene)?;
+        await_service(&client)?;
+        ensure!(scene.status("a")?["generation"] == 2, "it was not won anew");
+        close(client)?;
+        // It is just beginning to back it up again.
+        scene.host_mut("b")?.kill_everything()?;
+        stop(scene)
+    });
+}
+
 /// The last keeper had left its guest by then.
 #[test]
 fn a_keeper_is_not_replaced_by_one_whose_arbiter_does_not_know_the_vm() {

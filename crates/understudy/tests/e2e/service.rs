@@ -1,10 +1,12 @@
 //! Tests of what a service manager is told: when a daemon is ready, that it lives, and that it
 //! ends.
 
-use crate::refusals::{log_of, quick};
-use crate::stage::{LIMIT, play};
+use crate::refusals::{definition, log_of, quick, write};
+use crate::sick_hosts::await_unfit;
+use crate::stage::{LIMIT, play, run};
 use anyhow::{Context, Result, ensure};
 use std::cell::RefCell;
+use std::fs;
 use std::os::unix::net::UnixDatagram;
 use std::time::Duration;
 use understudy_lab::{HostOptions, SceneOptions, wait_for};
@@ -69,6 +71,55 @@ fn a_service_manager_hears_of_start_life_and_end() {
         // What the hand-overs may take, and nothing for guests: the laboratory does not wait.
         manager.await_line("EXTEND_TIMEOUT_USEC=120000000", 1)?;
         ensure!(manager.count("READY=1") == 1, "{:?}", manager.heard.borrow());
+        Ok(())
+    });
+}
+
+/// It asked for time once, for however many VMs; and the power button was pressed behind the hand-overs, of which each may take
+/// long.
+#[test]
+fn a_daemon_asks_for_more_time_with_each_vm_that_it_has_dealt_with() {
+    let mut options = quick();
+    for host in options.daemons.values_mut() {
+        host.settings += "[shutdown]\npower_off_seconds = 5\n";
+    }
+    let (manager, options) = Manager::of(options).unwrap();
+    play(options, |scene| {
+        scene.start_guest("a")?;
+        scene.protect("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+        let other = write(scene, "other.toml", &definition(scene, "other")?)?;
+        scene.host("a")?.call(["vm", "start", &other.to_string_lossy()])?;
+        // Its backup could not take over, for as long as the other guest has to power off.
+        scene.host("b")?.hide(&scene.lab().arbiter_directory())?;
+        await_unfit(scene, "is its storage mounted?")?;
+        let pid = scene.host("a")?.pid().to_string();
+        run("kill", &["-TERM", &pid])?;
+        wait_for("the guest without a backup to be shut down", LIMIT, || {
+            Ok(log_of(scene, "a")?.contains("shutting down other").then_some(()))
+        })?;
+        ensure!(scene.status("b")?["role"] == "backup", "the other one was handed over before");
+        manager.await_line("EXTEND_TIMEOUT_USEC=130000000", 2)?;
+        scene.host("b")?.unhide(&scene.lab().arbiter_directory())?;
+        scene.await_live("b").map(drop)
+    });
+}
+
+/// The daemon proved that it lives by the path of its socket: who removed that had it killed a minute later.
+#[test]
+fn a_daemon_whose_socket_is_removed_makes_it_anew() {
+    let (manager, options) = Manager::of(quick()).unwrap();
+    play(options, |scene| {
+        manager.await_line("WATCHDOG=1", 1)?;
+        for _ in 0..2 {
+            let before = manager.count("WATCHDOG=1");
+            fs::remove_file(scene.host("a")?.socket())?;
+            manager.await_line("WATCHDOG=1", before + 3)?;
+            scene.host("a")?.call(["status"])?;
+        }
+        ensure!(log_of(scene, "a")?.contains("it is made anew"), "nothing is said of it");
+        scene.host_mut("a")?.terminate()?;
+        ensure!(!scene.host("a")?.socket().exists(), "it is left behind");
         Ok(())
     });
 }

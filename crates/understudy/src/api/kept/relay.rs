@@ -1,0 +1,132 @@
+//! Events of keepers, taken over into the daemon's journal.
+
+use super::ask;
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+use tracing::warn;
+use understudy_client::{Client, Failure};
+use understudy_daemon::Host;
+use understudy_daemon::keeper::Keeper;
+use understudy_protocol::VmName;
+use understudy_report::events::{Event, EventList};
+
+/// Time between two looks for keepers that are not followed yet, and for what they tell.
+const LOOK: Duration = Duration::from_millis(250);
+/// Events of a keeper that are taken over at a look.
+const EVENTS_AT_ONCE: usize = 32;
+
+/// Takes over the events of all keepers, and what they have of the VMs that are to come up, for as long as the host
+/// lives.
+pub fn follow(host: &Arc<Host>) -> std::io::Result<()> {
+    let host = Arc::downgrade(host);
+    let followed = Arc::<Mutex<BTreeSet<VmName>>>::default();
+    let look = move || {
+        while let Some(host) = host.upgrade() {
+            for keeper in host.keepers().into_iter().filter(|keeper| keeper.problem.is_none()) {
+                if host.is_left_to_keeper(&keeper.vm) && has_its_vm(&keeper) {
+                    host.await_no_more(&keeper.vm);
+                }
+                begin(&host, keeper, &followed);
+            }
+            drop(host);
+            thread::sleep(LOOK);
+        }
+    };
+    thread::Builder::new().name("keepers-events".to_owned()).spawn(look).map(drop)
+}
+
+fn has_its_vm(keeper: &Keeper) -> bool {
+    ask(&keeper.vm, &keeper.socket, |client| client.vm_status(&keeper.vm)).is_ok()
+}
+
+fn begin(host: &Arc<Host>, keeper: Keeper, followed: &Arc<Mutex<BTreeSet<VmName>>>) {
+    let set = |set: &Mutex<BTreeSet<VmName>>, change: &dyn Fn(&mut BTreeSet<VmName>) -> bool| {
+        change(&mut set.lock().unwrap_or_else(PoisonError::into_inner))
+    };
+    if !set(followed, &|followed| followed.insert(keeper.vm.clone())) {
+        return;
+    }
+    let (host, all, vm) = (Arc::downgrade(host), followed.clone(), keeper.vm.clone());
+    let relay = move || {
+        relay(&host, &keeper);
+        set(&all, &|followed| followed.remove(&keeper.vm));
+    };
+    let thread = thread::Builder::new().name(format!("events-{vm}"));
+    if let Err(error) = thread.spawn(relay) {
+        warn!(%vm, "its keeper's events are not shown: no thread: {error}");
+    }
+}
+
+/// Takes over a keeper's events until it has ended.
+fn relay(host: &Weak<Host>, keeper: &Keeper) {
+    let Ok(client) = Client::new(&keeper.socket) else { return };
+    let (mut last, mut pace) = (0, Pace::new(LOOK));
+    while let Some(host) = host.upgrade() {
+        let is_there = host.keeper_of(&keeper.vm).is_some_and(|now| now.pid == keeper.pid);
+        let events = host.events();
+        drop(host);
+        match events_told(&client, &keeper.vm, last) {
+            Ok((told, of_vm)) => {
+                last = told;
+                pace.step();
+                for event in of_vm {
+                    pace.step();
+                    events.relay(event);
+                }
+            }
+            Err(_) if is_there => thread::sleep(LOOK),
+            Err(_) => return,
+        }
+    }
+}
+
+/// Waits for the events of a VM after this number, as its keeper tells them; returns the number to go on from, too.
+pub(super) fn events_told(
+    client: &Client,
+    vm: &VmName,
+    after: u64,
+) -> Result<(u64, Vec<Event>), Failure> {
+    let EventList { last, mut events, .. } = client.events(after, Some(vm), true)?;
+    events.retain(|event| event.vm.as_ref() == Some(vm));
+    Ok((last, events))
+}
+
+/// Answers and events that are taken over in a while: whoever invents them does not drive those of others out in no time.
+struct Pace {
+    length: Duration,
+    since: Instant,
+    taken: usize,
+}
+
+impl Pace {
+    fn new(length: Duration) -> Pace {
+        Pace { length, since: Instant::now(), taken: 0 }
+    }
+
+    /// One more; waits for the next while if this one has had its share.
+    fn step(&mut self) {
+        let left = self.length.saturating_sub(self.since.elapsed());
+        if self.taken == EVENTS_AT_ONCE {
+            thread::sleep(left);
+        }
+        if left.is_zero() || self.taken == EVENTS_AT_ONCE {
+            *self = Pace::new(self.length);
+        }
+        self.taken += 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flood_of_events_is_taken_over_slowly() {
+        let length = Duration::from_millis(50);
+        let (before, mut pace) = (Instant::now(), Pace::new(length));
+        (0..=2 * EVENTS_AT_ONCE).for_each(|_| pace.step());
+        assert!(before.elapsed() >= 2 * length);
+    }
+}
