@@ -131,7 +131,6 @@ impl Host {
         expiry::start(&host);
         webhook::start(&host);
         start_schedules(&host);
-        start_sweeping(&host);
         start_sampling(&host);
         let records = host.records.all();
         strangers::tell(&records, &host.config.name);
@@ -178,6 +177,7 @@ impl Host {
         }
         peers::watch(self);
         arbiter_watch::start(self);
+        start_sweeping(self);
         bridges::start(self).map_err(internal)?;
         qemu_log::start(self, Host::logged_directories).map_err(internal)?;
         lease::start(self).map_err(internal)
