@@ -57,7 +57,7 @@ pub(crate) use unswept::start as start_sweeping;
 
 use frames::Network;
 use kept::KeptRestore;
-use member::MemberSeat;
+use member::{MemberSeat, Outside};
 use restore::Restoring;
 use sampling::WorkingSets;
 use std::collections::BTreeMap;
@@ -98,6 +98,8 @@ struct Known {
     members: BTreeMap<VmName, Arc<MemberSeat>>,
     /// The last number and incarnation of each group that this host has heard of.
     groups: BTreeMap<GroupName, (SnapshotNumber, Incarnation)>,
+    /// VMs that are not the members that they are to be.
+    outside: BTreeMap<VmName, Outside>,
     unswept: Unswept,
     working_sets: WorkingSets,
     /// The networks of the clusters that have members on this host.
@@ -172,7 +174,19 @@ impl Snapshots {
     /// Problems of this host with the networks of its clusters.
     pub(crate) fn problems(&self) -> Vec<String> {
         let networks: Vec<_> = self.known.lock().networks.values().cloned().collect();
-        networks.iter().flat_map(|network| network.problems()).collect()
+        let mut problems: Vec<_> = networks.iter().flat_map(|network| network.problems()).collect();
+        let known = self.known.lock();
+        problems.extend(known.outside.iter().map(|(vm, outside)| format!("VM {vm}: {outside}")));
+        problems
+    }
+
+    /// Notes that a VM is not the member that it is to be, or is.
+    fn note_outside(&self, vm: &VmName, outside: Option<Outside>) {
+        let outside_now = &mut self.known.lock().outside;
+        match outside {
+            Some(outside) => outside_now.insert(vm.clone(), outside),
+            None => outside_now.remove(vm),
+        };
     }
 
     /// Whether a restore of the VM is under way.
