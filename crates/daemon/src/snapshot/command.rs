@@ -4,6 +4,7 @@ use super::placement::store_error;
 use super::restorer::{self, Job};
 use super::taker::Coordinator;
 use super::{library, unix_now};
+use crate::config::ClusterConfig;
 use crate::host::Host;
 use crate::recover::Inquiry;
 use std::collections::BTreeMap;
@@ -125,8 +126,9 @@ impl Host {
             self.config.store_keys.open(&location).map_err(|error| store_error("", error))?;
         let found = store.snapshot(name, request.number);
         let manifest = found.map_err(|error| store_error("", error))?;
-        if place.is_some() {
-            check_only(&manifest)?;
+        match place {
+            Some(_) => check_only(&manifest)?,
+            None => check_list(&manifest, self.cluster(name)?)?,
         }
         let members: Vec<MemberManifest> = manifest
             .members
@@ -222,6 +224,24 @@ fn check_only(manifest: &Manifest) -> Result<(), HostError> {
     let message = format!(
         "snapshot {number} of {group} is a cluster's of that name, of {}: `understudy cluster restore \
          {group}@{number}` restores all of it",
+        members.join(", ")
+    );
+    Err(HostError::new(ErrorKind::Conflict, message))
+}
+
+/// A cluster is restored as the configuration has it: members whose lists differ would not hear each other once one of
+/// them has moved.
+fn check_list(manifest: &Manifest, cluster: &ClusterConfig) -> Result<(), HostError> {
+    let saved: Vec<&str> = manifest.members.iter().map(|entry| &*entry.name).collect();
+    let members: Vec<&str> = cluster.members.keys().map(|name| &**name).collect();
+    if saved == members {
+        return Ok(());
+    }
+    let (group, number) = (&manifest.group, manifest.number);
+    let message = format!(
+        "snapshot {number} of {group} has the members {}, and [cluster.{group}] here {}: restore it with `members` as \
+         they were, on all its hosts",
+        saved.join(", "),
         members.join(", ")
     );
     Err(HostError::new(ErrorKind::Conflict, message))

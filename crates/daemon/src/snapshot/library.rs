@@ -1,8 +1,9 @@
 //! Snapshots in a store: listed, deleted, verified.
 
 use super::placement::store_error;
-use super::unix_now;
+use super::time_of;
 use crate::host::Host;
+use std::time::Instant;
 use understudy_protocol::GroupName;
 use understudy_report::cluster::{DeleteReport, SnapshotMember, SnapshotReport, VerifyReport};
 use understudy_report::error::{ErrorKind, HostError};
@@ -73,9 +74,10 @@ impl Host {
             let forgotten = store.forget_readers(group, number);
             forgotten.map_err(|error| store_error("", error))?;
         }
-        let swept = store.remove(group, number, unix_now());
+        let begun = Instant::now();
+        let swept = store.remove(group, number, time_of(&store));
         let swept = swept.map_err(|error| store_error("", error))?;
-        self.note_swept(&store.location(), &swept);
+        self.note_swept(&store.location(), &swept, begun);
         Ok(swept)
     }
 

@@ -66,8 +66,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use take::Taking;
+use tracing::warn;
 use understudy_report::FillReport;
-use understudy_snapshot::{Incarnation, SnapshotNumber};
+use understudy_snapshot::{Incarnation, SnapshotNumber, Store};
 use understudy_threads::Common;
 use unswept::Unswept;
 
@@ -231,6 +232,15 @@ impl Snapshots {
 const LAST_WORD: Duration = Duration::from_secs(5);
 /// Time between two looks at that.
 const LOOK: Duration = Duration::from_millis(10);
+
+/// The time by a store's own clock, by which hosts whose clocks differ judge each other's marks; by this host's where the
+/// store takes nothing.
+fn time_of(store: &Store) -> u64 {
+    store.time().unwrap_or_else(|error| {
+        warn!("{error}; this host's clock is taken instead");
+        unix_now()
+    })
+}
 
 /// Seconds since 1970.
 fn unix_now() -> u64 {

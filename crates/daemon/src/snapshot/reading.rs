@@ -1,6 +1,6 @@
 //! The mark of a restore in its store, for whoever would delete what it reads.
 
-use super::unix_now;
+use super::time_of;
 use crate::host::Host;
 use tracing::warn;
 use understudy_cluster::messages::RestoreTask;
@@ -10,7 +10,7 @@ impl Host {
     /// The member is about to be restored. A store that cannot be written can be restored from, too:
     /// there, nobody is kept from deleting.
     pub(super) fn begin_reading(&self, store: &Store, task: &RestoreTask) {
-        if let Err(error) = store.begin_reading(&reading(task), &self.config.name, unix_now()) {
+        if let Err(error) = store.begin_reading(&reading(task), &self.config.name, time_of(store)) {
             let (vm, number) = (task.vm(), task.number);
             warn!(%vm, "nobody is kept from deleting snapshot {number} while it is read: {error}");
         }

@@ -291,7 +291,10 @@ impl Restoring {
         let Some(host) = self.host.upgrade() else { return Ok(()) };
         let prepared = prepare(&host, &self.task, pages, &self.stop, |filler, disks| {
             let mut state = self.state.lock();
-            (state.filler, state.disks) = (Some(filler.clone()), disks.clone());
+            // Who gave up has looked for them already, and found none.
+            if !self.stop.load(Ordering::Acquire) {
+                (state.filler, state.disks) = (Some(filler.clone()), disks.clone());
+            }
         })?;
         pass("restore-loaded");
         let mut state = self.state.lock();

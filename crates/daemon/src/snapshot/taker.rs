@@ -2,7 +2,7 @@
 
 use super::exchange::Exchange;
 use super::placement::store_error;
-use super::unix_now;
+use super::{time_of, unix_now};
 use crate::containment::spawn_for_request;
 use crate::host::Host;
 use crossbeam_channel::{Receiver, Sender};
@@ -89,7 +89,7 @@ impl Coordinator {
     /// that the group's members have heard of.
     pub fn run(mut self, after: SnapshotNumber) -> Result<Manifest, HostError> {
         let group = self.task.group.name.clone();
-        let begun = self.store.begin(&group, after, unix_now());
+        let begun = self.store.begin(&group, after, time_of(&self.store));
         let writing = begun.map_err(|error| store_error("", error))?;
         let number = writing.number;
         self.writing = Some(writing);
@@ -133,8 +133,7 @@ impl Coordinator {
             }
             TakerAction::Discard => {
                 let Some(writing) = self.writing.take() else { return };
-                let abandoned = self.store.abandon(writing, unix_now());
-                self.host.note_abandoned(&self.store.location(), abandoned);
+                self.host.abandon_snapshot(&self.store, writing);
             }
         }
     }
@@ -198,9 +197,8 @@ fn publish(host: &Weak<Host>, store: &Store, writing: Writing, manifest: &Manife
             return TakerEvent::Published;
         }
         if !error.is_passing() || Instant::now() > until {
-            let abandoned = store.abandon(writing, unix_now());
             if let Some(host) = host.upgrade() {
-                host.note_abandoned(&store.location(), abandoned);
+                host.abandon_snapshot(store, writing);
             }
             return TakerEvent::NotPublished(error.to_string());
         }

@@ -159,8 +159,19 @@ pub(super) fn passes(error: &object_store::Error) -> bool {
     matches!(error, object_store::Error::Generic { .. }) && !causes.any(lasts)
 }
 
+/// Answers of HTTP that say what will be so the next time: the request is wrong, or there is no room. The client has no
+/// type for them.
+fn is_refusal(words: &str) -> bool {
+    let codes = words.split("status code: ").skip(1).filter_map(|rest| rest.get(..3));
+    codes.filter_map(|code| code.parse::<u16>().ok()).any(|code| {
+        let passes = matches!(code, 408 | 429);
+        code == 507 || (400..500).contains(&code) && !passes
+    })
+}
+
 fn lasts(error: &(dyn Error + 'static)) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(|error| LASTING.contains(&error.kind()))
+        || is_refusal(&error.to_string())
 }
 
 impl StoreError {

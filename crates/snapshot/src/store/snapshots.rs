@@ -107,9 +107,9 @@ impl Store {
         self.remove_mark(&self.writing_path(&writing.group, writing.number), &writing.word)
     }
 
-    /// Gives a snapshot up and removes what was written of it.
-    pub fn abandon(&self, writing: Writing, now: u64) -> Result<Swept, StoreError> {
-        self.end_writing(&writing)?;
+    /// Gives a snapshot up and removes what was written of it. After an error it still counts as being written.
+    pub fn abandon(&self, writing: &Writing, now: u64) -> Result<Swept, StoreError> {
+        self.end_writing(writing)?;
         Ok(self.sweep_freed(now))
     }
 

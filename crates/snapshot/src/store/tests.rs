@@ -212,7 +212,7 @@ fn without_its_manifest_there_is_no_snapshot_and_giving_up_leaves_nothing() {
     bench.manifest(&writing, &member);
     assert_eq!(bench.store.snapshot(&literal("shop"), None).unwrap(), first);
     assert!(bench.files("").len() > before.len());
-    assert_eq!(bench.store.abandon(writing, NOW).unwrap(), Swept::Removed(5));
+    assert_eq!(bench.store.abandon(&writing, NOW).unwrap(), Swept::Removed(5));
     assert_eq!(bench.files(""), before);
 }
 
@@ -351,7 +351,7 @@ fn nothing_is_swept_while_a_snapshot_is_written_and_none_begins_during_a_sweep()
     assert_eq!(bench.store.sweep(NOW + 9).unwrap(), Swept::Later);
     // Its host has died: after ten minutes nobody waits for it.
     let begun = bench.store.begin(&literal("shop"), SnapshotNumber(0), NOW + 600).unwrap();
-    assert_eq!(bench.store.abandon(begun, NOW + 600).unwrap(), Swept::Later);
+    assert_eq!(bench.store.abandon(&begun, NOW + 600).unwrap(), Swept::Later);
     assert!(matches!(bench.store.sweep(NOW + 600), Ok(Swept::Removed(count)) if count > 0));
 }
 

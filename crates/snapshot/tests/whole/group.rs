@@ -128,7 +128,7 @@ impl Group<'_> {
                         taker.handle(self.now, TakerEvent::Published, &mut actions);
                     }
                     TakerAction::Discard => {
-                        self.store.abandon(writing.take().unwrap(), NOW).unwrap();
+                        self.store.abandon(&writing.take().unwrap(), NOW).unwrap();
                     }
                 }
             }

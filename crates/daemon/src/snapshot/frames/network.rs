@@ -264,6 +264,17 @@ impl State {
         self.said.get(host).is_some_and(|said| *said != self.names)
     }
 
+    /// Members that a host has by another list, by the numbers that they have here.
+    fn as_here(&self, host: &HostName, members: Vec<MemberCards>) -> Vec<MemberCards> {
+        let said = self.said.get(host).map(Vec::as_slice).unwrap_or_default();
+        let as_here = |known: MemberCards| {
+            let name = said.get(known.member.index())?;
+            let member = self.names.iter().position(|own| own == name)?;
+            Some(MemberCards { member: Member(member as u16), ..known })
+        };
+        members.into_iter().filter_map(as_here).collect()
+    }
+
     /// Words on the hosts whose list of members is another than that of those here.
     pub fn other_lists(&self) -> impl Iterator<Item = String> {
         let others = self.said.iter().filter(|(host, _)| self.has_other_list(host));
@@ -321,8 +332,12 @@ impl State {
         if presence.incarnation != self.incarnation || self.locals.is_empty() {
             return;
         }
-        let is_other = self.has_other_list(host);
-        self.roster.replace(host, if is_other { Vec::new() } else { presence.members });
+        let (members, strangers) = match self.has_other_list(host) {
+            true => (Vec::new(), self.as_here(host, presence.members)),
+            false => (presence.members, Vec::new()),
+        };
+        self.roster.replace(host, members);
+        strangers.iter().for_each(|stranger| self.roster.leave(stranger));
         // What was won elsewhere is about to end here.
         let roster = &self.roster;
         self.locals.retain(|member, _| roster.place(*member) == Some(&Place::Here));

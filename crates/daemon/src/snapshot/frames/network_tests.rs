@@ -303,6 +303,28 @@ fn a_host_with_another_list_of_members_is_another_network() {
     let calls = a.network.state().received(&literal("b"), &envelope.encode()).unwrap();
     assert!(calls.is_empty(), "no snapshot of this cluster");
 
+    // Host c, with this list, ran web; host b has taken it over.
+    let there = |member, generation| MemberCards {
+        member,
+        generation: Generation(generation),
+        cards: vec![],
+    };
+    let presence = |members, names| Presence {
+        incarnation: Incarnation(1),
+        members,
+        names: Some(names),
+        answer: false,
+    };
+    let of_c = presence(vec![there(Member(1), 4)], a.names.clone());
+    a.network.state().learn(&literal("c"), of_c);
+    assert_eq!(place(&a, Member(1)), Some(Place::Host(literal("c"))));
+    let stale = presence(vec![there(Member(2), 3)], b.names.clone());
+    a.network.state().learn(&literal("b"), stale);
+    assert_eq!(place(&a, Member(1)), Some(Place::Host(literal("c"))), "it has lost it since");
+    let taken = presence(vec![there(Member(2), 5)], b.names.clone());
+    a.network.state().learn(&literal("b"), taken);
+    assert_eq!(place(&a, Member(1)), None, "its frames pass outside");
+
     a.network.state().forget(&literal("b"));
     assert!(a.network.problems().is_empty(), "it is connected no more");
 }

@@ -69,6 +69,13 @@ impl Roster {
         }
     }
 
+    /// A member runs on a host with which nothing is exchanged: its frames pass outside.
+    pub fn leave(&mut self, said: &MemberCards) {
+        if self.place(said.member) != Some(&Place::Here) && self.may_be(said) {
+            self.remove(said.member);
+        }
+    }
+
     /// Whether a member may run where another host says. That one may not have heard yet that
     /// somebody has won the member since; nor may this one.
     fn may_be(&self, said: &MemberCards) -> bool {
