@@ -109,6 +109,15 @@ impl Kept {
         }
     }
 
+    /// The keeper ends, and is not to be told again.
+    pub(crate) fn note_ending(&self) {
+        for (vm, place) in &mut self.places.lock().of {
+            if let Err(error) = place.claim.note_ending() {
+                warn!(%vm, "that its keeper ends cannot be noted: {error}");
+            }
+        }
+    }
+
     /// The group whose VMs may come into it.
     pub(super) fn group(&self) -> Option<&GroupName> {
         self.group.as_ref()

@@ -1,7 +1,8 @@
 //! `understudy keep`: the process that runs one VM, started by the daemon, which it outlives.
 
-use super::host::{Signals, crashed, end_in_order, internal, listen};
+use super::host::{Signals, crashed, end_in_order, internal, listen, time_to_end};
 use crate::api::{Api, Guard, room};
+use crate::service_manager::{Notice, ServiceManager};
 use crate::socket::ApiSocket;
 use nix::sys::prctl::set_name;
 use nix::unistd::setsid;
@@ -17,8 +18,8 @@ use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 use understudy_client::{Exit, Failure};
 use understudy_daemon::Host;
-use understudy_daemon::config::HostConfig;
-use understudy_daemon::keeper::ending;
+use understudy_daemon::config::{Ending, HostConfig};
+use understudy_daemon::keeper::ending::{self, Left};
 use understudy_daemon::keeper::order::Order;
 use understudy_daemon::keeper::places::{Close, Door};
 use understudy_daemon::keeper::rights;
@@ -61,20 +62,55 @@ pub fn run(
     ended.map(|()| Exit::Ok)
 }
 
-/// Has all keepers of a host end, and waits until they have.
+/// Has all keepers of a host end, and waits until they have. A configuration that the next daemon would refuse is no
+/// hindrance: those that run were begun by another.
 pub fn end_all(config: &Path) -> Result<Exit, Failure> {
-    let left = ending::end_all(&HostConfig::load(config)?).map_err(internal)?;
-    match left.is_empty() {
-        true => Ok(Exit::Ok),
-        false => {
-            let names: Vec<&str> = left.iter().map(VmName::as_str).collect();
-            Err(Failure::internal(format!(
-                "the keepers of {} cannot be told to end (why is in the log), and their VMs run on: hand these over or stop \
-                 them through the daemon, or try once more",
-                names.join(", ")
-            )))
-        }
+    let manager = ServiceManager::of_environment();
+    let manager = manager.inspect_err(|failure| tracing::warn!("{}", failure.message)).ok();
+    let (Ending { state_dir, power_off_timeout }, error) = Ending::load(config);
+    if let Some(error) = error {
+        let state_dir = state_dir.display();
+        tracing::warn!(
+            "{error}; the keepers that are found in {state_dir} are told to end all the same"
+        );
     }
+    let patience = time_to_end(power_off_timeout);
+    let goes_on = || {
+        if let Some(manager) = &manager {
+            manager.tell(&[Notice::StillStopping(patience)]);
+        }
+    };
+    let left = ending::end_all(&state_dir, patience, goes_on).map_err(|error| {
+        Failure::internal(format!(
+            "the keepers in {} cannot be found: {error}",
+            state_dir.display()
+        ))
+    })?;
+    match unended(&left, patience) {
+        None => Ok(Exit::Ok),
+        Some(words) => Err(Failure::internal(words)),
+    }
+}
+
+/// Words about the VMs whose keepers have not ended.
+fn unended(left: &Left, patience: Duration) -> Option<String> {
+    let about = |vms: &[VmName], why: &str, remedy: &str| {
+        let names: Vec<&str> = vms.iter().map(VmName::as_str).collect();
+        (!vms.is_empty()).then(|| format!("the keepers of {} {why}: {remedy}", names.join(", ")))
+    };
+    let untold = about(
+        &left.untold,
+        "cannot be told to end (why is in the log), and their VMs run on",
+        "hand these over or stop them through the daemon, or try once more",
+    );
+    let seconds = patience.as_secs();
+    let late = about(
+        &left.unended,
+        &format!("have not ended within {seconds} s"),
+        "what they wait for is in their logs; SIGTERM to one that ends already cuts its guests",
+    );
+    let words: Vec<String> = untold.into_iter().chain(late).collect();
+    (!words.is_empty()).then(|| words.join("; "))
 }
 
 /// Secludes this process before there are other threads, which would not be.
