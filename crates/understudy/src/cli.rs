@@ -121,6 +121,9 @@ pub enum Command {
         /// The host's configuration.
         #[arg(long, value_name = "FILE")]
         config: PathBuf,
+        /// The agent's library, as the daemon has it.
+        #[arg(long, value_name = "FILE")]
+        agent: PathBuf,
         /// The VM.
         #[arg(long)]
         vm: VmName,

@@ -17,7 +17,6 @@ use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 use understudy_client::{Exit, Failure};
-use understudy_daemon::Host;
 use understudy_daemon::config::{Ending, HostConfig};
 use understudy_daemon::keeper::ending::{self, Left};
 use understudy_daemon::keeper::order::Order;
@@ -25,6 +24,7 @@ use understudy_daemon::keeper::places::{Close, Door};
 use understudy_daemon::keeper::rights;
 use understudy_daemon::keeper::seclusion::{self, Seclusion};
 use understudy_daemon::keeper::view::{self, Files, View};
+use understudy_daemon::{AgentFile, Host};
 use understudy_protocol::{GroupName, VmName};
 use understudy_report::{ErrorKind, HostError};
 
@@ -35,6 +35,7 @@ const LAST_ANSWERS: Duration = Duration::from_secs(8);
 /// about it first. These files are the VM's.
 pub fn run(
     config: &Path,
+    agent: &Path,
     (vm, group): (&VmName, Option<GroupName>),
     order: Option<Order>,
     files: &Files,
@@ -44,8 +45,10 @@ pub fn run(
     // What is said to the daemon's terminal is not meant for it. Fails if it leads a session already.
     let _ = setsid();
     let mut config = HostConfig::load(config)?;
-    // Where this program lies is not told by its own mounts: below a root that is a directory of the host's, say.
-    config.agent = config.agent_path().ok();
+    // Of the daemon's program, as this is, which may have been replaced since; and where that lies is not told by this
+    // process's own mounts.
+    let agent = AgentFile::open(agent)?;
+    config.agent = Some(agent.path().to_owned());
     if let View::Whole(why) = view::enter(&config, vm, files)? {
         tracing::warn!(
             "it sees the files of all VMs, and opens all devices of this host: {why}; the service must let it \
