@@ -2,6 +2,7 @@
 
 use crate::boot::Past;
 use crate::host::{Host, PEER_TIMEOUT, prepare_directory};
+use crate::keeper::places::Kept;
 use crate::protection::refused;
 use crate::vm::{PrimaryVm, Vm};
 use std::net::SocketAddr;
@@ -186,10 +187,21 @@ impl Host {
 
     /// Refuses to start anything in a QEMU of which nothing is known.
     pub(crate) fn check_installed(&self) -> Result<(), HostError> {
-        match self.installed.obstacle() {
+        match self.qemu_obstacle() {
             None => Ok(()),
             Some(obstacle) => Err(HostError::new(ErrorKind::Invalid, obstacle)),
         }
+    }
+
+    /// The reason why nothing is started in QEMU, with what to do: nothing is known of the one that is installed.
+    pub(crate) fn qemu_obstacle(&self) -> Option<String> {
+        let obstacle = self.installed.obstacle()?;
+        Some(format!("{obstacle}: {}", self.remedy_for_qemu()))
+    }
+
+    /// How another process than this one gets to start VMs here, which asks QEMU anew.
+    pub(crate) fn remedy_for_qemu(&self) -> String {
+        self.keeps.as_ref().map_or_else(|| "restart the daemon".to_owned(), Kept::remedy_for_qemu)
     }
 
     /// Build of the QEMU that would record a machine's log.

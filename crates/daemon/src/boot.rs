@@ -259,7 +259,7 @@ impl Host {
             accelerator,
             run_dir: &run_dir,
             qemu: &self.capabilities.binary,
-            agent: &self.agent,
+            agent: self.agent.path(),
             run_as: &self.config.run_as,
             limits: self.config.limits,
             disks,

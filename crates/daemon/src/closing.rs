@@ -6,6 +6,7 @@
 //! power off: it would be off otherwise because a backup's daemon was restarted a moment before.
 
 use crate::host::Host;
+use crate::keeper::ending;
 use crate::lifecycle::RELEASED_WITHIN;
 use crate::vm::{EndAsked, PrimaryVm, Vm};
 use std::sync::Arc;
@@ -47,6 +48,9 @@ impl Host {
     /// over, and every unprotected VM, is shut down through ACPI; backups end.
     pub fn shutdown(self: &Arc<Self>) {
         self.closing.store(true, Ordering::Release);
+        if let Some(kept) = &self.keeps {
+            kept.note_ending();
+        }
         self.await_boot();
         self.orphans.give_up_all();
         let alone = self.without_a_wish();
@@ -248,6 +252,11 @@ impl Host {
     /// Whether nobody is protected any more.
     pub(crate) fn is_powering_off(&self) -> bool {
         self.powering_off.load(Ordering::Acquire)
+    }
+
+    /// Whether the host takes nothing new: its daemon is about to end, or will be once its keepers have.
+    pub(crate) fn is_going_down(&self) -> bool {
+        self.is_closing() || ending::is_under_way(&self.config.state_dir)
     }
 
     /// Whether the daemon is about to end.

@@ -1,5 +1,6 @@
 //! The host: every VM that this daemon runs or backs up.
 
+use crate::agent_file::AgentFile;
 use crate::arrivals::Arrivals;
 use crate::autostart::{self, Awaited};
 use crate::boot::Past;
@@ -23,7 +24,7 @@ use crate::vm::{PrimaryVm, Vm};
 use crate::{
     arbiter_watch, bridges, expiry, gate, keeper, lease, memory_pressure, strangers, webhook,
 };
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
@@ -67,7 +68,7 @@ pub struct Host {
     pub(crate) capabilities: Capabilities,
     /// The QEMU of which they are.
     pub(crate) installed: Installed,
-    pub(crate) agent: PathBuf,
+    pub(crate) agent: AgentFile,
     /// Reason that speaks against protecting VMs on this kernel.
     pub(crate) kernel_problem: Option<String>,
     /// Records of what this host's images are.
@@ -200,7 +201,7 @@ impl Host {
         let installed = Installed::now(&qemu);
         let capabilities = cache::capabilities(&qemu, cache::directory().as_deref())
             .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
-        let agent = config.agent_path().map_err(not_found)?;
+        let agent = AgentFile::open(&config.agent_path().map_err(not_found)?)?;
         let kernel_problem =
             understudy_memory::probe().require().err().map(|error| error.to_string());
         if let Some(problem) = &kernel_problem {
@@ -309,7 +310,7 @@ impl Host {
     fn problems(&self, lost: &[VmName]) -> Vec<String> {
         let certificates = self.problems_of_certificates();
         let others = self.arbiter_problem().into_iter().chain(self.problem_of_peers());
-        let qemu = self.installed.obstacle();
+        let qemu = self.qemu_obstacle();
         let snapshots = self.findings.lock().of_snapshots();
         others
             .chain(certificates)
@@ -474,7 +475,7 @@ impl Host {
     }
 }
 
-fn not_found(missing: Missing) -> HostError {
+pub(crate) fn not_found(missing: Missing) -> HostError {
     HostError::new(ErrorKind::NotFound, missing.0)
 }
 

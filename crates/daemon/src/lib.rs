@@ -2,6 +2,7 @@
 
 mod admission;
 mod again;
+mod agent_file;
 mod arbiter_watch;
 mod arrivals;
 mod autostart;
@@ -52,6 +53,7 @@ mod upgrade;
 mod vm;
 mod webhook;
 
+pub use agent_file::AgentFile;
 pub use gate::address::bind_soon;
 pub use host::{ADDRESS_PATIENCE, Host};
 pub use pulse::Pulse;

@@ -89,7 +89,7 @@ pub(crate) fn take(
 fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
     let refuse = |message: String| Err(HostError::new(ErrorKind::Invalid, message));
     let definition = &offer.definition;
-    if host.is_closing() {
+    if host.is_going_down() {
         return refuse("it is shutting down".to_owned());
     }
     if host.arbiter.is_none() {

@@ -44,7 +44,7 @@ pub(crate) fn begin(
         accelerator: offer.accelerator,
         run_dir: &directory,
         qemu: &host.capabilities.binary,
-        agent: &host.agent,
+        agent: host.agent.path(),
         run_as: &host.config.run_as,
         limits: host.config.limits,
         disks: mirrors.iter().map(|mirror| mirror.disk().clone()).collect(),

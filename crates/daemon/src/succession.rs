@@ -103,7 +103,7 @@ impl Host {
             accelerator: former.accelerator(),
             run_dir: directory,
             qemu: &self.capabilities.binary,
-            agent: &self.agent,
+            agent: self.agent.path(),
             run_as: &self.config.run_as,
             limits: self.config.limits,
             disks: former.disks(),

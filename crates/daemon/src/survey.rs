@@ -72,7 +72,7 @@ impl Host {
     }
 
     fn objection(&self, vm: &VmName, needs: &Needs) -> Option<String> {
-        if self.is_closing() {
+        if self.is_going_down() {
             return Some("is shutting down".to_owned());
         }
         let Some(arbiter) = &self.arbiter else {

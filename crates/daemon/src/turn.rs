@@ -52,7 +52,7 @@ impl Host {
             let lockstep = Lockstep { role: LogRole::Record, clock };
             let next = self.launch_next(vm, &machine, lockstep)?;
             let is_same = next.machine.qemu_build() == qemu_build;
-            ensure!(is_same, "QEMU was upgraded meanwhile: restart the daemon");
+            ensure!(is_same, "QEMU was upgraded meanwhile: {}", self.remedy_for_qemu());
             Ok(Some(next))
         };
         let turned = session.turn(wanted, next);

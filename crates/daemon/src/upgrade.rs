@@ -15,10 +15,10 @@ use std::time::Duration;
 use understudy_protocol::wire::{Kind, SPOKEN};
 use understudy_protocol::{HostName, VmName};
 use understudy_qemu::release::StateLayout;
-use understudy_qemu::{Release, build_id};
+use understudy_qemu::{Release, build_id, cache};
 use understudy_replication::handshake::Purpose;
 use understudy_report::upgrade::{
-    KeeperProgram, UpgradeOutcome, UpgradePeer, UpgradePlan, UpgradeStep, Versions,
+    KeeperProgram, NextQemu, UpgradeOutcome, UpgradePeer, UpgradePlan, UpgradeStep, Versions,
 };
 use understudy_report::{Protection, Role, VmStatus};
 
@@ -29,7 +29,8 @@ impl Host {
     /// Plan of what an upgrade of this host would do now.
     pub fn upgrade_plan(self: &Arc<Self>) -> UpgradePlan {
         let running = self.versions();
-        let peers = self.upgrade_peers(&running);
+        let next_qemu = self.next_qemu();
+        let peers = self.upgrade_peers(&running, next_qemu.as_ref());
         let vms = self.vms.all();
         let step = |(name, vm): (VmName, Vm)| {
             let status = vm.status();
@@ -53,23 +54,45 @@ impl Host {
         UpgradePlan {
             host: self.config.name.clone(),
             running,
+            next_qemu,
             vms: vms.into_iter().map(step).chain(kept).chain(still).collect(),
             peers,
         }
     }
 
     /// All other hosts, asked at the same time.
-    fn upgrade_peers(&self, running: &Versions) -> Vec<UpgradePeer> {
+    fn upgrade_peers(&self, running: &Versions, next: Option<&NextQemu>) -> Vec<UpgradePeer> {
         let known = self.known_hosts();
         thread::scope(|scope| {
             let ask = |(host, addresses): (HostName, Vec<SocketAddr>)| {
                 scope.spawn(move || {
                     let answer = self.ask_versions(&host, &addresses);
-                    peer(running, host, answer)
+                    peer(running, next, host, answer)
                 })
             };
             let asking: Vec<_> = known.into_iter().map(ask).collect();
             asking.into_iter().filter_map(|thread| thread.join().ok()).collect()
+        })
+    }
+
+    /// The QEMU that the next daemon runs VMs with, if another was installed since this one began.
+    fn next_qemu(&self) -> Option<NextQemu> {
+        self.installed.obstacle()?;
+        let found = self.config.qemu_path().map_err(|error| error.to_string());
+        let asked = found.and_then(|qemu| {
+            cache::capabilities(&qemu, cache::directory().as_deref()).map_err(|it| it.to_string())
+        });
+        Some(match asked {
+            Err(problem) => NextQemu { problem: Some(problem), ..NextQemu::default() },
+            Ok(capabilities) => {
+                let Release { version, layout } = capabilities.release();
+                NextQemu {
+                    version: Some(version.to_string()),
+                    build: build_id(&capabilities.binary).ok().flatten(),
+                    layout: layout.map(String::from),
+                    problem: None,
+                }
+            }
         })
     }
 
@@ -118,7 +141,12 @@ fn program_of(keeper: &Keeper) -> Option<KeeperProgram> {
     Some(KeeperProgram { pid, version, is_daemons, obstacle })
 }
 
-fn peer(ours: &Versions, host: HostName, answer: Result<Versions, String>) -> UpgradePeer {
+fn peer(
+    running: &Versions,
+    next: Option<&NextQemu>,
+    host: HostName,
+    answer: Result<Versions, String>,
+) -> UpgradePeer {
     let versions = match answer {
         Ok(versions) => versions,
         Err(problem) => {
@@ -128,6 +156,7 @@ fn peer(ours: &Versions, host: HostName, answer: Result<Versions, String>) -> Up
                 versions: None,
                 wire: None,
                 device_state_fits: None,
+                next_device_state_fits: None,
                 problem,
             };
         }
@@ -136,15 +165,29 @@ fn peer(ours: &Versions, host: HostName, answer: Result<Versions, String>) -> Up
     let remedy = || SPOKEN.remedy(versions.spoken(), &host);
     let problem =
         wire.is_none().then(|| format!("no wire version is spoken by both: {}", remedy()));
-    let device_state_fits =
-        release(&versions).zip(release(ours)).map(|(theirs, ours)| ours.compare(&theirs).is_ok());
-    UpgradePeer { host, wire, device_state_fits, problem, versions: Some(versions) }
+    let takes = |ours: &Release| Some(ours.compare(&release(&versions)?).is_ok());
+    UpgradePeer {
+        device_state_fits: release(running).as_ref().and_then(takes),
+        next_device_state_fits: next.and_then(next_release).as_ref().and_then(takes),
+        host,
+        wire,
+        problem,
+        versions: Some(versions),
+    }
 }
 
 /// The QEMU that a host runs VMs with, if it says so.
 fn release(versions: &Versions) -> Option<Release> {
-    let version = versions.qemu.as_ref()?.parse().ok()?;
-    Some(Release { version, layout: versions.qemu_layout.clone().map(StateLayout::from) })
+    release_of(versions.qemu.as_ref(), versions.qemu_layout.as_ref())
+}
+
+fn next_release(next: &NextQemu) -> Option<Release> {
+    release_of(next.version.as_ref(), next.layout.as_ref())
+}
+
+fn release_of(version: Option<&String>, layout: Option<&String>) -> Option<Release> {
+    let layout = layout.cloned().map(StateLayout::from);
+    Some(Release { version: version?.parse().ok()?, layout })
 }
 
 /// The step for a guest that the last daemon has left, and that ends with this one.
@@ -245,7 +288,7 @@ mod tests {
 
     fn b(answer: Result<Versions, String>) -> UpgradePeer {
         let ours = versions((SPOKEN.least, SPOKEN.highest), "10.0.2");
-        peer(&ours, literal("b"), answer)
+        peer(&ours, None, literal("b"), answer)
     }
 
     fn status(role: Role, protection: Protection) -> VmStatus {
@@ -286,6 +329,23 @@ mod tests {
         assert_eq!(b(Ok(unlike)).device_state_fits, Some(false));
         let silent = Versions { qemu: None, ..versions((17, 17), "") };
         assert_eq!(b(Ok(silent)).device_state_fits, None);
+    }
+
+    // Before, the QEMU that the daemon had asked was compared: the next daemon runs another.
+    #[test]
+    fn a_qemu_that_was_installed_meanwhile_is_compared_too() {
+        let ours = versions((SPOKEN.least, SPOKEN.highest), "10.0.2");
+        let with = |version: Option<&str>| {
+            let version = version.map(str::to_owned);
+            let next =
+                NextQemu { version, layout: ours.qemu_layout.clone(), ..NextQemu::default() };
+            peer(&ours, Some(&next), literal("b"), Ok(ours.clone()))
+        };
+        let fits = |version| with(version).next_device_state_fits;
+        assert_eq!(fits(Some("10.0.13")), Some(true));
+        assert_eq!((fits(Some("10.1.0")), fits(None)), (Some(false), None));
+        assert_eq!(with(Some("10.1.0")).device_state_fits, Some(true), "that which runs");
+        assert!(with(Some("10.1.0")).is_lost_to_qemu() && !with(Some("10.0.13")).is_lost_to_qemu());
     }
 
     #[test]

@@ -22,6 +22,16 @@ unsafe impl Send for Region {}
 // say why theirs is fine.
 unsafe impl Sync for Region {}
 
+impl Region {
+    /// A fresh mapping, which stays out of core dumps: what is in it is a guest's.
+    fn of_guest(start: NonNull<c_void>, bytes: NonZeroUsize) -> io::Result<Region> {
+        let region = Region { start, bytes: bytes.get() };
+        // SAFETY: the advice changes nothing of what is in the mapping.
+        unsafe { madvise(start, region.bytes, MmapAdvise::MADV_DONTDUMP) }?;
+        Ok(region)
+    }
+}
+
 impl Drop for Region {
     fn drop(&mut self) {
         // SAFETY: the region was mapped with this size, and its owner is going away.
@@ -44,7 +54,7 @@ impl SharedMapping {
         let flags = MapFlags::MAP_SHARED | MapFlags::MAP_NORESERVE;
         // SAFETY: a new mapping at an address of the kernel's choice affects nothing else.
         let start = unsafe { mmap(None, bytes, protection, flags, file, 0) }?;
-        Ok(SharedMapping(Region { start, bytes: bytes.get() }))
+        Ok(SharedMapping(Region::of_guest(start, bytes)?))
     }
 
     /// Copies `into.len()` bytes from `offset` on.
@@ -101,7 +111,7 @@ impl PrivateMapping {
         let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice affects nothing else.
         let start = unsafe { mmap_anonymous(None, bytes, protection, MapFlags::MAP_PRIVATE) }?;
-        let region = Region { start, bytes: bytes.get() };
+        let region = Region::of_guest(start, bytes)?;
         // SAFETY: the advice only makes the fresh region's pages present.
         unsafe { madvise(start, bytes.get(), MmapAdvise::MADV_POPULATE_WRITE) }?;
         Ok(PrivateMapping(region))
@@ -122,5 +132,37 @@ impl DerefMut for PrivateMapping {
     fn deref_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in `deref`, and `self` is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.0.start.as_ptr().cast(), self.0.bytes) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    /// The flags of the mapping with an address of this process.
+    fn flags(address: u64) -> String {
+        let maps = fs::read_to_string("/proc/self/smaps").unwrap();
+        let has_it = |line: &str| {
+            let (start, end) = line.split_once(' ')?.0.split_once('-')?;
+            let number = |text| u64::from_str_radix(text, 16).ok();
+            Some((number(start)?..number(end)?).contains(&address))
+        };
+        let mut lines = maps.lines().skip_while(|line| has_it(line) != Some(true));
+        lines.find_map(|line| line.strip_prefix("VmFlags:")).unwrap().to_owned()
+    }
+
+    // Before, a daemon that crashed left its guests' memory where crashes are collected.
+    #[test]
+    fn what_is_a_guests_is_in_no_core_dump() {
+        let bytes = NonZeroUsize::new(64 << 10).unwrap();
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(bytes.get() as u64).unwrap();
+        let shared = SharedMapping::new(&file, bytes).unwrap();
+        let private = PrivateMapping::populated(bytes).unwrap();
+        for address in [shared.address(), private.as_ptr() as u64] {
+            let flags = flags(address);
+            assert!(flags.split_whitespace().any(|flag| flag == "dd"), "{flags}");
+        }
     }
 }

@@ -174,13 +174,13 @@ fn machine(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
     sandbox(args);
     args.pair("-display", "none");
     // Without the VMware port, whose mouse is an eighth of the device state. Replay hangs
-    // with the HPET.
+    // with the HPET. What the guest has in memory is nobody's who looks at a QEMU that crashed.
     let hpet = if may_count(vm, resources) { ",hpet=off" } else { "" };
     let flash = disks::flash(vm, &resources.boot);
     args.pair(
         "-machine",
         format!(
-            "{},suppress-vmdesc=on,vmport=off,memory-backend=ram{hpet}{flash}",
+            "{},suppress-vmdesc=on,dump-guest-core=off,vmport=off,memory-backend=ram{hpet}{flash}",
             resources.machine_type
         ),
     );

@@ -83,7 +83,7 @@ fn everything_is_on_the_command_line() {
 -nodefaults
 -sandbox on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny
 -display none
--machine pc-q35-10.0,suppress-vmdesc=on,vmport=off,memory-backend=ram
+-machine pc-q35-10.0,suppress-vmdesc=on,dump-guest-core=off,vmport=off,memory-backend=ram
 -accel tcg
 -object memory-backend-file,id=ram,size=536870912,mem-path=/proc/self/fd/20,share=on,prealloc=off
 -m size=536870912B
@@ -173,7 +173,7 @@ fn a_guest_as_it_was_installed_has_its_firmware_and_its_places() {
     assert_eq!(vm.validate(), []);
     let lines = lines(&vm, &resources);
     for line in [
-        "-machine pc-q35-10.0,suppress-vmdesc=on,vmport=off,memory-backend=ram,pflash0=firmware,\
+        "-machine pc-q35-10.0,suppress-vmdesc=on,dump-guest-core=off,vmport=off,memory-backend=ram,pflash0=firmware,\
          pflash1=disk1,smm=on",
         "-smp 4,sockets=1,dies=1,cores=2,threads=2",
         "-global ICH9-LPC.disable_s3=1",
@@ -274,7 +274,7 @@ fn in_lockstep_everything_undetermined_passes_through_the_log() {
     };
     let primary = of(LogRole::Record);
     for expected in [
-        "-machine pc-q35-10.0,suppress-vmdesc=on,vmport=off,memory-backend=ram,hpet=off",
+        "-machine pc-q35-10.0,suppress-vmdesc=on,dump-guest-core=off,vmport=off,memory-backend=ram,hpet=off",
         "-rtc base=2026-11-21T00:00:00,clock=vm",
         "-icount shift=1,rr=record,rrfile=understudy-log",
         "-blockdev driver=blkreplay,node-name=disk0,image=disk0-image",

@@ -26,14 +26,12 @@ impl Installed {
     }
 
     /// The reason why nothing may be started in it any more, for people: what is known of it was
-    /// another's.
+    /// another's. What to do about that depends on who knows it.
     pub fn obstacle(&self) -> Option<String> {
         let program = self.program.display();
         match mark(&self.program) {
-            None => Some(format!("{program} is gone: install QEMU, and restart the daemon")),
-            now if now != self.mark => {
-                Some(format!("QEMU was upgraded ({program}): restart the daemon"))
-            }
+            None => Some(format!("{program} is gone (install QEMU)")),
+            now if now != self.mark => Some(format!("QEMU was upgraded ({program})")),
             _ => None,
         }
     }

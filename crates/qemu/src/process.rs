@@ -8,7 +8,7 @@ use nix::libc;
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 use nix::sys::prctl::set_pdeathsig;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use nix::sys::signal::Signal;
+use nix::sys::signal::{SigSet, Signal};
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -26,6 +26,10 @@ const TAIL_BYTES: u64 = 2048;
 
 /// Number added to the share of memory, in thousandths, by which the kernel chooses what to end.
 const QEMU_OOM_SCORE: &[u8] = b"300";
+
+/// Signals that a terminal, a service manager or a shutdown sends to all processes: they tell the daemon to end its
+/// guests in order, and would end QEMU, or swtpm, at once.
+const MEANT_FOR_DAEMON: [Signal; 3] = [Signal::SIGHUP, Signal::SIGINT, Signal::SIGTERM];
 
 /// The way to start QEMU.
 pub struct Launch<'a> {
@@ -143,6 +147,7 @@ impl Qemu {
             .stderr(log);
         let directory = launch.directory.map(open_directory).transpose()?;
         let (user, descriptors) = (launch.user, launch.descriptors);
+        let not_its_own: SigSet = MEANT_FOR_DAEMON.into_iter().collect();
         let inherit: Vec<RawFd> = launch.inherit.iter().map(AsRawFd::as_raw_fd).collect();
         // SAFETY: between fork and exec the closure only makes system calls; it
         // neither allocates nor locks. The descriptors are open: they are borrowed
@@ -151,6 +156,7 @@ impl Qemu {
             command.pre_exec(move || {
                 pass_on_only(&inherit)?;
                 be_expendable();
+                not_its_own.thread_block()?;
                 descriptors.map_or(Ok(()), limit_descriptors)?;
                 become_user(directory.as_ref().map(AsFd::as_fd), user)?;
                 if for_thread { set_pdeathsig(Signal::SIGKILL).map_err(Into::into) } else { Ok(()) }

@@ -104,6 +104,19 @@ fn it_goes_before_its_daemon_when_memory_runs_out() {
     assert_eq!(exit.last_words, ours.max(300).to_string());
 }
 
+// Before, a Ctrl-C at the daemon's terminal, which all processes get, was a power cut.
+#[test]
+fn what_tells_all_processes_to_end_is_not_for_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let qemu = shell("grep SigBlk /proc/self/status", &[], &folder.path().join("log")).unwrap();
+    let exit = qemu.wait(LONG).unwrap().expect("it ends");
+    let blocked = exit.last_words.strip_prefix("SigBlk:\t").unwrap_or(&exit.last_words);
+    let blocked = u64::from_str_radix(blocked, 16).unwrap();
+    for signal in [Signal::SIGHUP, Signal::SIGINT, Signal::SIGTERM] {
+        assert_ne!(blocked & 1 << (signal as i32 - 1), 0, "{signal}: {blocked:x}");
+    }
+}
+
 #[test]
 fn dropping_it_kills_it() {
     let folder = tempfile::tempdir().unwrap();

@@ -14,7 +14,7 @@ use understudy_qemu::definition::{
 };
 use understudy_qemu::programs::find_qemu;
 use understudy_qemu::qmp::{MonitorSockets, QmpError, RunState, VmEvent};
-use understudy_qemu::{Accelerator, Capabilities, Monitor};
+use understudy_qemu::{Accelerator, Capabilities, Monitor, VmDefinition};
 
 #[test]
 fn the_installed_qemu_is_known() {
@@ -91,7 +91,11 @@ fn a_guest_survives_a_hundred_checkpoints_and_the_death_of_its_qemu() {
         let mut standby = Vm::start(&vm, &mirror, Role::Standby);
         assert_eq!(standby.monitor.status().unwrap(), RunState::inmigrate);
 
-        let mut primary = Vm::start(&vm, &disk, Role::Fresh);
+        // As a release before this one starts it: what a core dump has changes nothing of the machine.
+        let dumped = ["-machine", "dump-guest-core=on"].map(str::to_owned).to_vec();
+        let mut primary =
+            Vm::start(&VmDefinition { qemu_args: dumped, ..vm.clone() }, &disk, Role::Fresh);
+        assert!(!is_in_core_dumps(&standby) && is_in_core_dumps(&primary));
         assert_eq!(primary.monitor.status().unwrap(), RunState::prelaunch);
         let rate = primary.monitor.tsc_rate().unwrap();
         assert_eq!(rate, None, "an emulated processor has none of its own");
@@ -124,6 +128,14 @@ fn a_guest_survives_a_hundred_checkpoints_and_the_death_of_its_qemu() {
         let exit = standby.qemu.wait(LONG).unwrap().expect("it quits");
         assert!(exit.status.unwrap().success());
     }
+}
+
+/// Whether a core dump of its QEMU has the guest's memory.
+fn is_in_core_dumps(vm: &Vm) -> bool {
+    let maps = fs::read_to_string(format!("/proc/{}/smaps", vm.qemu.pid())).unwrap();
+    let mut lines = maps.lines().skip_while(|line| !line.contains("memfd:guest-ram"));
+    let flags = lines.find_map(|line| line.strip_prefix("VmFlags:")).unwrap();
+    !flags.split_whitespace().any(|flag| flag == "dd")
 }
 
 /// The first letter may be the one of the counter itself, or the next.

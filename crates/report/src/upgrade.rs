@@ -45,6 +45,19 @@ impl Versions {
     }
 }
 
+/// The QEMU that the next daemon runs VMs with: it was installed since this daemon asked what its own can do.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct NextQemu {
+    /// Its version; none if it cannot be asked.
+    pub version: Option<String>,
+    /// Its GNU build id; none if it has none.
+    pub build: Option<String>,
+    /// A digest of how its devices write their state; none if it does not say.
+    pub layout: Option<String>,
+    /// The reason why it cannot be asked: no daemon starts with it.
+    pub problem: Option<String>,
+}
+
 /// Another host, as far as an upgrade is concerned.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct UpgradePeer {
@@ -57,9 +70,19 @@ pub struct UpgradePeer {
     /// Whether its QEMU takes the state of this host's devices: it is of the same version, or of
     /// the same series and writes it alike. None if it does not say.
     pub device_state_fits: Option<bool>,
+    /// The same of the state of this host's devices after a restart, if that runs another QEMU.
+    #[serde(default)]
+    pub next_device_state_fits: Option<bool>,
     /// The problem with it, for people.
     #[serde(default)]
     pub problem: Option<String>,
+}
+
+impl UpgradePeer {
+    /// Whether its QEMU takes the state of this host's devices now, and not after a restart.
+    pub fn is_lost_to_qemu(&self) -> bool {
+        self.device_state_fits != Some(false) && self.next_device_state_fits == Some(false)
+    }
 }
 
 /// The outcome for a VM when the daemon ends.
@@ -145,6 +168,9 @@ pub struct UpgradePlan {
     pub host: HostName,
     /// The versions that run here now.
     pub running: Versions,
+    /// The QEMU that the next daemon runs VMs with; none if it is the same.
+    #[serde(default)]
+    pub next_qemu: Option<NextQemu>,
     /// The other hosts.
     pub peers: Vec<UpgradePeer>,
     /// Every VM that this host knows.
@@ -169,6 +195,17 @@ impl UpgradePlan {
     pub fn outdated(&self) -> impl Iterator<Item = &UpgradeStep> {
         let is = |step: &&UpgradeStep| matches!(&step.outcome, UpgradeOutcome::GoesOn { keeper: Some(keeper) } if !keeper.is_daemons);
         self.vms.iter().filter(is)
+    }
+
+    /// The VMs that are shut down, and stay off.
+    pub fn stay_off(&self) -> impl Iterator<Item = &UpgradeStep> {
+        let off = UpgradeOutcome::ShutDown { comes_up_again: false };
+        self.vms.iter().filter(move |step| step.outcome == off)
+    }
+
+    /// The hosts whose QEMU takes the state of this host's devices now, and not after a restart.
+    pub fn lost_to_qemu(&self) -> impl Iterator<Item = &UpgradePeer> {
+        self.peers.iter().filter(|peer| peer.is_lost_to_qemu())
     }
 
     /// The VMs that are shut down.

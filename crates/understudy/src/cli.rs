@@ -122,6 +122,9 @@ pub enum Command {
         /// The host's configuration.
         #[arg(long, value_name = "FILE")]
         config: PathBuf,
+        /// The agent's library, as the daemon has it.
+        #[arg(long, value_name = "FILE")]
+        agent: PathBuf,
         /// The VM.
         #[arg(long)]
         vm: VmName,
@@ -418,8 +421,8 @@ SIGTERM or SIGINT ends the daemon: protected VMs are handed to their backups, as
 are those that are protected again within power_off_seconds; the other guests
 are asked to power off (ACPI), and what still runs after power_off_seconds more is
 cut, as it is at once after a second signal. The log says which were. A service
-manager must not signal QEMU itself, and must wait for longer than both: under
-systemd, which is told, KillMode=process and TimeoutStopSec=180.
+manager must wait for longer than both, and kill nothing else: under systemd, which
+is told, KillMode=process and TimeoutStopSec=180.
 
 All fields: /usr/share/doc/understudy/FILES.md.gz.";
 

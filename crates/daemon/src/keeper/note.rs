@@ -40,8 +40,21 @@ pub struct Note {
     /// Program that it is; none of a release whose keepers cannot be replaced.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub program: Option<Program>,
+    /// Whether it ends: a further signal would cut its guests.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    ending: bool,
     /// End of the keeper; none while it lives, and if it was killed.
     pub end: Option<End>,
+}
+
+/// Process of a keeper, of whatever release.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+pub struct Process {
+    /// Its number.
+    pub pid: u32,
+    /// Whether it ends: a further signal would cut its guests.
+    #[serde(default)]
+    pub ending: bool,
 }
 
 /// The program of a keeper.
@@ -103,19 +116,33 @@ pub enum Found {
 /// Looks for a keeper. What cannot be read is taken for one: nobody may start the VM then.
 pub fn look(directory: &Path) -> Found {
     let path = directory.join(FILE);
-    let examined = File::open(&path).and_then(|mut file| {
-        let is_locked = file_lock::is_taken(&file)?;
-        let mut text = Vec::new();
-        file.read_to_end(&mut text)?;
-        Ok((is_locked, text))
-    });
-    match examined {
+    match examine(&path) {
         Err(error) if is_absent(&error) => Found::Nobody(None),
         Err(error) => Found::Unknown(format!("{} cannot be read: {error}", path.display())),
         Ok((false, text)) => Found::Nobody(serde_json::from_slice(&text).ok()),
         Ok((true, text)) if text.is_empty() => Found::Starting,
         Ok((true, text)) => understand(&text, &path),
     }
+}
+
+/// The process of a keeper that lives; an error: there is one, and it is not known.
+pub fn process_in(directory: &Path) -> io::Result<Option<Process>> {
+    match examine(&directory.join(FILE)) {
+        Err(error) if is_absent(&error) => Ok(None),
+        Err(error) => Err(error),
+        Ok((false, _)) => Ok(None),
+        Ok((true, text)) if text.is_empty() => Err(io::Error::other("it is just starting")),
+        Ok((true, text)) => Ok(Some(serde_json::from_slice(&text)?)),
+    }
+}
+
+/// Whether a note is locked, and its text.
+fn examine(path: &Path) -> io::Result<(bool, Vec<u8>)> {
+    let mut file = File::open(path)?;
+    let is_locked = file_lock::is_taken(&file)?;
+    let mut text = Vec::new();
+    file.read_to_end(&mut text)?;
+    Ok((is_locked, text))
 }
 
 /// Whether there is no such file, and no directory that could have it.
@@ -198,11 +225,18 @@ impl Claim {
             pid: process::id(),
             group: group.cloned(),
             program: Some(Program::own()),
+            ending: false,
             end: None,
         };
         let mut claim = Claim { file, note };
         claim.say().map_err(cannot)?;
         Ok(claim)
+    }
+
+    /// The keeper ends, and is not to be told again.
+    pub fn note_ending(&mut self) -> io::Result<()> {
+        self.note.ending = true;
+        self.say()
     }
 
     /// The last that this keeper says.

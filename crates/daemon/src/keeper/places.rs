@@ -109,9 +109,23 @@ impl Kept {
         }
     }
 
+    /// The keeper ends, and is not to be told again.
+    pub(crate) fn note_ending(&self) {
+        for (vm, place) in &mut self.places.lock().of {
+            if let Err(error) = place.claim.note_ending() {
+                warn!(%vm, "that its keeper ends cannot be noted: {error}");
+            }
+        }
+    }
+
     /// The group whose VMs may come into it.
     pub(super) fn group(&self) -> Option<&GroupName> {
         self.group.as_ref()
+    }
+
+    /// How its VMs get into a keeper that has asked the QEMU which is installed now.
+    pub(crate) fn remedy_for_qemu(&self) -> String {
+        remedy_for_qemu(self.group.as_ref(), &self.to_string())
     }
 
     fn set_beginning(&self, vm: &VmName, begins_by: Option<Instant>) {
@@ -124,6 +138,15 @@ impl Kept {
         let mut places = self.places.lock();
         places.over = true;
         std::mem::take(&mut places.of).into_values().collect()
+    }
+}
+
+fn remedy_for_qemu(group: Option<&GroupName>, vms: &str) -> String {
+    match group {
+        None => format!("the keeper of {vms} began before: `understudy upgrade --keepers {vms}`"),
+        Some(group) => format!(
+            "the keeper of group {group} began before: hand {vms} over (`understudy failover`), or stop all of them"
+        ),
     }
 }
 
@@ -287,5 +310,20 @@ impl Host {
         fail::fail_point!("leave-all");
         let places = self.keeps.as_ref().map(Kept::all).unwrap_or_default();
         places.into_iter().for_each(|place| place.leave(End::Gone));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use understudy_protocol::literal;
+
+    // Before, a group's keeper had its daemon restarted, which it outlives, and started nothing after that either.
+    #[test]
+    fn a_keeper_says_what_ends_it_where_another_qemu_was_installed() {
+        let alone = remedy_for_qemu(None, "db");
+        assert!(alone.contains("`understudy upgrade --keepers db`"), "{alone}");
+        let shared = remedy_for_qemu(Some(&literal("shop")), "db, web");
+        assert!(shared.contains("hand db, web over") && shared.contains("group shop"), "{shared}");
     }
 }

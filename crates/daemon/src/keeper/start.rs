@@ -32,8 +32,9 @@ const LOOK: Duration = Duration::from_millis(10);
 const LEISURE: Duration = Duration::from_millis(250);
 /// The subcommand of this program that is a keeper.
 pub const SUBCOMMAND: &str = "keep";
-/// Its option that is an order, and those for each of its VM's [`Files`].
+/// Its options that are an order, and the daemon's agent, and those for each of its VM's [`Files`].
 const ORDER: &str = "--order";
+const AGENT: &str = "--agent";
 const DISK: &str = "--disk=";
 const READ: &str = "--read=";
 /// Variables with which a service manager has told the daemon something, and means nobody else.
@@ -269,6 +270,8 @@ impl Host {
             .arg(SUBCOMMAND)
             .arg("--config")
             .arg(&self.config.file)
+            .arg(AGENT)
+            .arg(self.agent.path_from_outside())
             .args(["--vm", vm])
             .args(group.iter().flat_map(|group| ["--group", group.as_str()]))
             .args(order.into_iter().flat_map(|order| [ORDER.to_owned(), order.to_string()]));

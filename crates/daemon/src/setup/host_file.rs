@@ -149,14 +149,15 @@ pub struct TlsSection {
 }
 
 impl HostFile {
-    /// Writes it as the new file `path`, if it is a sound configuration.
+    /// Writes it as the new file `path`, if it is a sound configuration. What may come into it, a webhook's address,
+    /// is root's alone.
     pub fn create(&self, path: &Path) -> Result<HostConfig, HostError> {
         let text = toml::to_string(self).map_err(|error| {
             HostError::new(ErrorKind::Internal, format!("cannot write a configuration: {error}"))
         })?;
         let text = format!("{HEADER}{text}");
         let config = HostConfig::from_toml(&text, path)?;
-        let written = File::options().write(true).create_new(true).mode(0o644).open(path);
+        let written = File::options().write(true).create_new(true).mode(0o600).open(path);
         written
             .and_then(|mut file| file.write_all(text.as_bytes()).and_then(|()| file.sync_all()))
             .map_err(|error| cannot("write", path, &error))?;
@@ -300,6 +301,7 @@ mod tests {
         };
         let config = file.create(&path).unwrap();
         assert_eq!(HostConfig::load(&path).unwrap(), config);
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         assert_eq!(config.peers["b"].len(), 2);
         assert_eq!(ArbiterSettings::from(&config.arbiter.unwrap()).paths(), [] as [&Path; 0]);
         assert!(file.create(&path).unwrap_err().message.contains("exists"));

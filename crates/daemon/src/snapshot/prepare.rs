@@ -107,7 +107,7 @@ pub fn prepare(
         accelerator: saved.accelerator,
         run_dir: &directory,
         qemu: &host.capabilities.binary,
-        agent: &host.agent,
+        agent: host.agent.path(),
         run_as: &host.config.run_as,
         limits: host.config.limits,
         disks: disks.iter().map(|filler| filler.disk().clone()).collect(),

@@ -84,7 +84,8 @@ impl SceneOptions {
         let cache = self.guest_files.join("cache");
         if fs::create_dir_all(&cache).is_ok() {
             let cache = cache.canonicalize()?.display().to_string();
-            options.environment.push((cache::VARIABLE.to_owned(), cache));
+            // A story's own comes behind it, and counts.
+            options.environment.insert(0, (cache::VARIABLE.to_owned(), cache));
         }
         HostProcess::start_with(lab, name, &self.binary, &options)
     }

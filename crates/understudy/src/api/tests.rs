@@ -64,6 +64,7 @@ impl Control for Recorder {
         UpgradePlan {
             host: literal("a"),
             running: Versions { qemu: Some("10.0.2".into()), ..Versions::of_this_program() },
+            next_qemu: None,
             peers: Vec::new(),
             vms: Vec::new(),
         }

@@ -41,6 +41,11 @@ pub fn run(config: &Path) -> Result<Exit, Failure> {
     result.map(|()| Exit::Ok)
 }
 
+/// Time that an end takes, from each VM on that it has dealt with.
+pub(super) fn time_to_end(power_off_timeout: Duration) -> Duration {
+    2 * power_off_timeout + HAND_OVERS
+}
+
 /// Waits for a daemon that is just ending.
 fn bind_socket(path: &Path) -> Result<ApiSocket, HostError> {
     let deadline = Instant::now() + ADDRESS_PATIENCE;
@@ -62,7 +67,7 @@ async fn serve(
     // From here on a signal waits until the host can be shut down in order.
     let mut signals = Signals::new().map_err(internal)?;
     let name = config.name.clone();
-    let end = 2 * config.power_off_timeout + HAND_OVERS;
+    let end = time_to_end(config.power_off_timeout);
     let doors = Doors::open(&config, socket).await?;
     let host: Result<Arc<Host>, HostError> =
         spawn_blocking(|| Host::start(config)).await.map_err(crashed)?;

@@ -1,7 +1,8 @@
 //! `understudy keep`: the process that runs one VM, started by the daemon, which it outlives.
 
-use super::host::{Signals, crashed, end_in_order, internal, listen};
+use super::host::{Signals, crashed, end_in_order, internal, listen, time_to_end};
 use crate::api::{Api, Guard, room};
+use crate::service_manager::{Notice, ServiceManager};
 use crate::socket::ApiSocket;
 use nix::sys::prctl::set_name;
 use nix::unistd::setsid;
@@ -16,14 +17,14 @@ use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 use understudy_client::{Exit, Failure};
-use understudy_daemon::Host;
-use understudy_daemon::config::HostConfig;
-use understudy_daemon::keeper::ending;
+use understudy_daemon::config::{Ending, HostConfig};
+use understudy_daemon::keeper::ending::{self, Left};
 use understudy_daemon::keeper::order::Order;
 use understudy_daemon::keeper::places::{Close, Door};
 use understudy_daemon::keeper::rights;
 use understudy_daemon::keeper::seclusion::{self, Seclusion};
 use understudy_daemon::keeper::view::{self, Files, View};
+use understudy_daemon::{AgentFile, Host};
 use understudy_protocol::{GroupName, VmName};
 use understudy_report::{ErrorKind, HostError};
 
@@ -34,6 +35,7 @@ const LAST_ANSWERS: Duration = Duration::from_secs(8);
 /// about it first. These files are the VM's.
 pub fn run(
     config: &Path,
+    agent: &Path,
     (vm, group): (&VmName, Option<GroupName>),
     order: Option<Order>,
     files: &Files,
@@ -43,8 +45,10 @@ pub fn run(
     // What is said to the daemon's terminal is not meant for it. Fails if it leads a session already.
     let _ = setsid();
     let mut config = HostConfig::load(config)?;
-    // Where this program lies is not told by its own mounts: below a root that is a directory of the host's, say.
-    config.agent = config.agent_path().ok();
+    // Of the daemon's program, as this is, which may have been replaced since; and where that lies is not told by this
+    // process's own mounts.
+    let agent = AgentFile::open(agent)?;
+    config.agent = Some(agent.path().to_owned());
     if let View::Whole(why) = view::enter(&config, vm, files)? {
         tracing::warn!(
             "it sees the files of all VMs, and opens all devices of this host: {why}; the service must let it \
@@ -61,20 +65,55 @@ pub fn run(
     ended.map(|()| Exit::Ok)
 }
 
-/// Has all keepers of a host end, and waits until they have.
+/// Has all keepers of a host end, and waits until they have. A configuration that the next daemon would refuse is no
+/// hindrance: those that run were begun by another.
 pub fn end_all(config: &Path) -> Result<Exit, Failure> {
-    let left = ending::end_all(&HostConfig::load(config)?).map_err(internal)?;
-    match left.is_empty() {
-        true => Ok(Exit::Ok),
-        false => {
-            let names: Vec<&str> = left.iter().map(VmName::as_str).collect();
-            Err(Failure::internal(format!(
-                "the keepers of {} cannot be told to end (why is in the log), and their VMs run on: hand these over or stop \
-                 them through the daemon, or try once more",
-                names.join(", ")
-            )))
-        }
+    let manager = ServiceManager::of_environment();
+    let manager = manager.inspect_err(|failure| tracing::warn!("{}", failure.message)).ok();
+    let (Ending { state_dir, power_off_timeout }, error) = Ending::load(config);
+    if let Some(error) = error {
+        let state_dir = state_dir.display();
+        tracing::warn!(
+            "{error}; the keepers that are found in {state_dir} are told to end all the same"
+        );
     }
+    let patience = time_to_end(power_off_timeout);
+    let goes_on = || {
+        if let Some(manager) = &manager {
+            manager.tell(&[Notice::StillStopping(patience)]);
+        }
+    };
+    let left = ending::end_all(&state_dir, patience, goes_on).map_err(|error| {
+        Failure::internal(format!(
+            "the keepers in {} cannot be found: {error}",
+            state_dir.display()
+        ))
+    })?;
+    match unended(&left, patience) {
+        None => Ok(Exit::Ok),
+        Some(words) => Err(Failure::internal(words)),
+    }
+}
+
+/// Words about the VMs whose keepers have not ended.
+fn unended(left: &Left, patience: Duration) -> Option<String> {
+    let about = |vms: &[VmName], why: &str, remedy: &str| {
+        let names: Vec<&str> = vms.iter().map(VmName::as_str).collect();
+        (!vms.is_empty()).then(|| format!("the keepers of {} {why}: {remedy}", names.join(", ")))
+    };
+    let untold = about(
+        &left.untold,
+        "cannot be told to end (why is in the log), and their VMs run on",
+        "hand these over or stop them through the daemon, or try once more",
+    );
+    let seconds = patience.as_secs();
+    let late = about(
+        &left.unended,
+        &format!("have not ended within {seconds} s"),
+        "what they wait for is in their logs; SIGTERM to one that ends already cuts its guests",
+    );
+    let words: Vec<String> = untold.into_iter().chain(late).collect();
+    (!words.is_empty()).then(|| words.join("; "))
 }
 
 /// Secludes this process before there are other threads, which would not be.

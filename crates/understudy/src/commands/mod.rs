@@ -73,9 +73,9 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Custodian => understudy_daemon::custody::run()
             .map(|()| Exit::Ok)
             .map_err(|error| Failure::internal(format!("the custodian: {error:#}"))),
-        Command::Keep { config, vm, group, order, disk, read } => {
+        Command::Keep { config, agent, vm, group, order, disk, read } => {
             let files = Files { disks: disk.clone(), read: read.clone() };
-            keep::run(config, (vm, group.clone()), *order, &files)
+            keep::run(config, agent, (vm, group.clone()), *order, &files)
         }
         Command::EndKeepers { config } => keep::end_all(config),
         Command::Manual(command) => manual::run(Cli::command(), command),

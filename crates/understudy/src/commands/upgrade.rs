@@ -10,7 +10,7 @@ use std::fmt::Write;
 use understudy_client::{Client, Exit, Failure, output};
 use understudy_protocol::{GroupName, VmName};
 use understudy_report::upgrade::{
-    KeeperProgram, UpgradeOutcome, UpgradePeer, UpgradePlan, Versions,
+    KeeperProgram, NextQemu, UpgradeOutcome, UpgradePeer, UpgradePlan, Versions,
 };
 use understudy_report::{HostStatus, Protection, Role, VmStatus};
 
@@ -51,8 +51,20 @@ struct Report {
 impl Report {
     fn is_ready(&self, evacuated: bool) -> bool {
         let fits = |peer: &UpgradePeer| self.next_wire(peer) != Some(None);
-        let runs_here = evacuated && !self.left_here().is_empty();
-        self.plan.need_person().count() == 0 && self.plan.peers.iter().all(fits) && !runs_here
+        let is_in_the_way = match evacuated {
+            true => !self.left_here().is_empty(),
+            false => self.plan.stay_off().next().is_some(),
+        };
+        self.plan.need_person().count() == 0
+            && self.plan.peers.iter().all(fits)
+            && !is_in_the_way
+            && self.has_qemu(evacuated)
+    }
+
+    /// Whether the next daemon has a QEMU, and one that others share: what was evacuated may wait there for that.
+    fn has_qemu(&self, evacuated: bool) -> bool {
+        let works = self.plan.next_qemu.as_ref().is_none_or(|next| next.problem.is_none());
+        works && (evacuated || self.plan.lost_to_qemu().next().is_none())
     }
 
     /// The VMs that run here, and would be handed over, or shut down, or goes on in keepers.
@@ -129,6 +141,9 @@ fn describe(report: &Report, evacuated: bool) -> String {
     if let Some(next) = &report.next {
         text += &format!("a restart runs {}\n", versions(next));
     }
+    if let Some(next) = &plan.next_qemu {
+        text += &format!("QEMU was upgraded: {}\n", next_qemu(next));
+    }
     for peer in &plan.peers {
         text += &format!("host {}: {}\n", peer.host, describe_peer(report, peer));
     }
@@ -153,6 +168,16 @@ fn versions(versions: &Versions) -> String {
         text += &format!(" (build {build})");
     }
     text
+}
+
+fn next_qemu(next: &NextQemu) -> String {
+    let build = next.build.as_ref().map_or(String::new(), |build| format!(" (build {build})"));
+    match (&next.problem, &next.version) {
+        (Some(problem), _) => format!("WRONG: a restart does not run with it: {problem}"),
+        (None, version) => {
+            format!("a restart runs QEMU {}{build}", version.as_deref().unwrap_or("unknown"))
+        }
+    }
 }
 
 fn describe_peer(report: &Report, peer: &UpgradePeer) -> String {
@@ -181,6 +206,10 @@ fn describe_peer(report: &Report, peer: &UpgradePeer) -> String {
         }
         None => "; it does not say which QEMU it has, and is asked when a VM is protected",
     };
+    if peer.is_lost_to_qemu() {
+        text += ", and DOES NOT TAKE it after a restart: VMs there are not protected here, nor those here there, \
+                 until it has the same QEMU";
+    }
     if let Some(problem) = &peer.problem {
         text += &format!("; WRONG: {problem}");
     }
@@ -196,7 +225,7 @@ fn outcome(outcome: &UpgradeOutcome) -> String {
             "is asked to power off, and comes up again (autostart)".to_owned()
         }
         UpgradeOutcome::ShutDown { comes_up_again: false } => {
-            "is asked to power off, and stays off: start it again with `understudy vm start`, or \
+            "is asked to power off, and STAYS OFF: start it again with `understudy vm start`, or \
              protect it before"
                 .to_owned()
         }
@@ -260,9 +289,11 @@ mod tests {
             versions: Some(theirs),
             wire: Some(17),
             device_state_fits: Some(true),
+            next_device_state_fits: None,
             problem: None,
         };
-        let plan = UpgradePlan { host: literal("a"), running, peers: vec![peer], vms };
+        let next_qemu = None;
+        let plan = UpgradePlan { host: literal("a"), running, next_qemu, peers: vec![peer], vms };
         let next = Some(Versions::of_this_program());
         Report { plan, next, handed_over: Vec::new(), kept_here: Vec::new() }
     }
@@ -273,7 +304,7 @@ mod tests {
 
     #[test]
     fn a_plan_says_what_becomes_of_each_vm_and_which_versions_meet() {
-        let off = UpgradeOutcome::ShutDown { comes_up_again: false };
+        let off = UpgradeOutcome::ShutDown { comes_up_again: true };
         let report = report(vec![step("db", handed_over()), step("web", off)], (17, 17));
         let text = describe(&report, false);
         for words in [
@@ -282,7 +313,7 @@ mod tests {
             "wire version 17 is spoken with it",
             "takes the state of this host's devices",
             "db: is handed to host b first",
-            "web: is asked to power off, and stays off",
+            "web: is asked to power off, and comes up again",
             "may be restarted",
         ] {
             assert!(text.contains(words), "{words:?} is missing:\n{text}");
@@ -291,6 +322,39 @@ mod tests {
         // After an evacuation nothing is to run here.
         assert!(!report.is_ready(true));
         assert!(describe(&report, true).contains("NOT YET: db, web run here"));
+    }
+
+    /// Scripts went on, and the VM was off until somebody noticed.
+    #[test]
+    fn a_vm_that_would_stay_off_is_no_less_than_one_that_needs_a_person() {
+        let off = UpgradeOutcome::ShutDown { comes_up_again: false };
+        let report = report(vec![step("web", off)], (17, 18));
+        assert!(!report.is_ready(false));
+        let text = describe(&report, false);
+        assert!(text.contains("web: is asked to power off, and STAYS OFF"), "{text}");
+        assert!(text.contains("NOT YET"), "{text}");
+    }
+
+    #[test]
+    fn a_qemu_that_the_next_daemon_cannot_use_or_share_is_told() {
+        let mut report = report(Vec::new(), (17, 18));
+        let version = Some("10.1.0".to_owned());
+        report.plan.next_qemu = Some(NextQemu { version, ..NextQemu::default() });
+        report.plan.peers[0].next_device_state_fits = Some(true);
+        assert!(report.is_ready(false));
+        report.plan.peers[0].next_device_state_fits = Some(false);
+        assert!(!report.is_ready(false));
+        assert!(report.is_ready(true), "what is elsewhere by now may wait");
+        let text = describe(&report, false);
+        assert!(text.contains("a restart runs QEMU 10.1.0"), "{text}");
+        assert!(text.contains("DOES NOT TAKE it after a restart"), "{text}");
+        // It is no worse than now.
+        report.plan.peers[0].device_state_fits = Some(false);
+        assert!(report.is_ready(false));
+        let problem = Some("it is gone".to_owned());
+        report.plan.next_qemu = Some(NextQemu { problem, ..NextQemu::default() });
+        assert!(!report.is_ready(true));
+        assert!(describe(&report, false).contains("does not run with it: it is gone"));
     }
 
     #[test]

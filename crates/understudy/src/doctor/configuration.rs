@@ -2,7 +2,9 @@
 
 use super::Check;
 use anyhow::Context;
+use std::fs;
 use std::net::{SocketAddr, TcpListener};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::thread;
 use understudy_arbiter::etcd::Etcd;
@@ -20,6 +22,7 @@ pub fn checks(config: &HostConfig) -> Vec<Check> {
     checks.extend(config.metrics.map(|address| listen("metrics", address)));
     checks.extend(certificates(config));
     checks.extend(config.api.iter().flat_map(api));
+    checks.extend(webhook(config));
     checks.push(arbiter(config.arbiter.as_ref()));
     checks.extend(peers(config));
     checks.extend(watchdog(Path::new("/dev/watchdog"), config));
@@ -58,6 +61,22 @@ fn api(config: &ApiConfig) -> Vec<Check> {
         false => Check::fail("tokens", problems.join("; "), "see [api] in docs/monitoring.md"),
     });
     checks
+}
+
+/// Whether everybody on this host may read the address that events are posted to: who knows it may post there, too.
+fn webhook(config: &HostConfig) -> Option<Check> {
+    const NAME: &str = "webhook";
+    let shown = config.webhook.as_ref()?.shown();
+    let others_read = fs::metadata(&config.file).is_ok_and(|found| found.mode() & 0o004 != 0);
+    let file = config.file.display();
+    Some(match others_read {
+        false => Check::ok(NAME, shown),
+        true => Check::note(
+            NAME,
+            format!("everybody on this host may read its address in {file}"),
+            format!("if that is a secret: `chmod 600 {file}`"),
+        ),
+    })
 }
 
 /// Checks the watchdog, which is not opened: that would arm it.
@@ -211,8 +230,8 @@ fn take_over(config: &HostConfig, peer: &ProbeAnswer) -> Check {
 mod tests {
     use super::*;
     use crate::doctor::State;
+    use std::io;
     use std::os::unix::fs::PermissionsExt;
-    use std::{fs, io};
     use understudy_protocol::literal;
 
     /// A stranger that accepted connections was once taken for the peer, and a peer that was not up
@@ -276,6 +295,27 @@ mod tests {
         };
         assert_eq!(tokens(0o600).state, State::Ok);
         assert_eq!(tokens(0o644).state, State::Fail);
+    }
+
+    #[test]
+    fn a_webhook_that_everybody_may_read_is_told() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("host.toml");
+        let text = "name = \"a\"\nlisten = \"127.0.0.1:7700\"\ninsecure = true\n";
+        let state = |webhook: &str, mode| {
+            fs::write(&path, format!("{text}{webhook}")).unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            webhook_state(&HostConfig::load(&path).unwrap())
+        };
+        let secret = "[webhook]\nurl = \"https://alerts.example.org/T0/c0ffee\"\n";
+        assert_eq!(state(secret, 0o644), Some(State::Note));
+        assert_eq!((state(secret, 0o600), state("", 0o644)), (Some(State::Ok), None));
+    }
+
+    fn webhook_state(config: &HostConfig) -> Option<State> {
+        let check = webhook(config)?;
+        assert!(!check.detail.contains("c0ffee"), "{check:?}");
+        Some(check.state)
     }
 
     #[test]

@@ -54,6 +54,10 @@ fn needs_recovery(image: &Path) -> Result<bool> {
 fn terminate_in_order(scene: &mut Scene, image: &Path, acked: u64) -> Result<String> {
     let status = scene.host_mut("a")?.terminate()?;
     ensure!(status.success(), "the daemon ended with {status}");
+    ended_in_order(scene, image, acked)
+}
+
+fn ended_in_order(scene: &Scene, image: &Path, acked: u64) -> Result<String> {
     ensure!(!needs_recovery(image)?, "the guest did not unmount its disk");
     let check = check_disk(image, acked)?;
     ensure!(check.is_intact(), "{check:#?}");
@@ -73,6 +77,33 @@ fn an_unprotected_guest_powers_off_with_its_daemon() {
         let acked = close(client)?;
         ensure!(needs_recovery(&image)?, "a mounted file system shows no journal to replay");
         let log = terminate_in_order(scene, &image, acked)?;
+        ensure!(!log.contains("power was cut"), "{log}");
+        Ok(())
+    });
+}
+
+/// Ctrl-C at the daemon's terminal, or `systemctl kill`: QEMU ended at once, and the power was cut.
+#[test]
+fn an_unprotected_guest_powers_off_when_all_processes_are_told_to_end() {
+    play(waiting(options().calm(), LIMIT.as_secs()), |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let client = scene.record_client(PACE)?;
+        await_service(&client)?;
+        let image = scene.disk("a", 0)?;
+        let acked = close(client)?;
+        let mut all = scene.host("a")?.namespace().processes()?;
+        let daemon = scene.host("a")?.pid();
+        ensure!(all.contains(&daemon) && all.len() > 1, "not the daemon and its QEMU: {all:?}");
+        // QEMU first: nothing else has ended it.
+        all.sort_by_key(|&pid| pid == daemon);
+        for pid in all {
+            run("kill", &["-INT", &pid.to_string()])?;
+        }
+        wait_for("the daemon to end", LIMIT, || {
+            Ok((!scene.host_mut("a")?.is_running()).then_some(()))
+        })?;
+        let log = ended_in_order(scene, &image, acked)?;
         ensure!(!log.contains("power was cut"), "{log}");
         Ok(())
     });

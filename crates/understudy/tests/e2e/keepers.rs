@@ -1,7 +1,7 @@
 //! VMs that have a keeper: the daemon may die at any time, and a keeper's end is that of its VM alone.
 
 use crate::autostart::set_autostart;
-use crate::refusals::quick;
+use crate::refusals::{definition, log_of, quick, write};
 use crate::stage::{
     Calm, LIMIT, PACE, await_forgotten, await_service, daemon, hand_over, options, play,
     prove_survival, refusal, restart_daemon,
@@ -11,7 +11,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 use std::fs;
-use std::io::{self, Read, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::PathBuf;
 use std::time::Duration;
 use understudy_lab::companion::{COMPANION, Companion};
@@ -322,6 +322,47 @@ fn a_vm_that_cannot_start_leaves_no_keeper() {
         scene.start_guest("a")?;
         scene.await_guest()?;
         host.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "a")
+    });
+}
+
+/// With a field that this release does not know no keeper was told; the second time their guests were cut; and the host took
+/// backups, of which it was the next to die.
+#[test]
+fn who_ends_all_keepers_twice_cuts_nothing_and_the_host_takes_no_backup() {
+    let mut options = quick();
+    let daemon = options.daemons.get_mut("a").unwrap();
+    let settings = std::mem::take(&mut daemon.settings);
+    daemon.settings = format!("keepers = true\n{settings}[shutdown]\npower_off_seconds = 3600\n");
+    play(options, |scene| {
+        // Which hears nobody who asks it to power off.
+        scene.start_guest("a")?;
+        let before = kept(&answered(scene, VM)?)?;
+        let config = scene.host("a")?.directory().join("host.toml");
+        let text = fs::read_to_string(&config)?;
+        fs::write(&config, format!("of_the_next_release = 1\n{text}"))?;
+        let config = config.to_string_lossy().into_owned();
+        let end = |scene: &Scene| scene.host("a")?.begin(["end-keepers", "--config", &config]);
+        let first = end(scene)?;
+        wait_for("the keeper to ask its guest", LIMIT, || {
+            Ok(log_of(scene, "a")?.contains("shutting down guest").then_some(()))
+        })?;
+        let mut second = end(scene)?;
+        let said = BufReader::new(second.stderr.take().context("no stderr")?);
+        let ends = said.lines().map_while(Result::ok).any(|line| line.contains("ends already"));
+        ensure!(ends, "nothing is said of a keeper that ends already");
+        let other = definition(scene, "other")?.replace("73:01", "73:02");
+        let other = write(scene, "other.toml", &other)?;
+        scene.host("b")?.call(["vm", "start", &other.to_string_lossy()])?;
+        let (_, words) = refusal(scene.host("b")?, &["protect", "other", "--to", "a"])?;
+        ensure!(words.contains("shutting down"), "{words}");
+        ensure!(kept(&answered(scene, VM)?)? == before, "another one");
+        ensure!(!log_of(scene, "a")?.contains("waiting for no guest"), "it was told twice");
+        signal_keeper(&answered(scene, VM)?, Signal::SIGTERM)?;
+        for end in [first, second] {
+            let output = end.wait_with_output()?;
+            ensure!(output.status.success(), "{output:?}");
+        }
         await_forgotten(scene, "a")
     });
 }

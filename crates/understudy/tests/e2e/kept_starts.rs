@@ -289,7 +289,8 @@ fn what_is_done_is_answered_although_its_keeper_takes_long_to_end() {
 fn an_order_that_is_none_starts_no_keeper() {
     play(with_keepers(), |scene| {
         for order in ["", "up", "{}", r#"{"recover":{}}"#] {
-            let wrong = ["keep", "--config", "/none.toml", "--vm", VM, "--order", order];
+            let none = "/none";
+            let wrong = ["keep", "--config", none, "--agent", none, "--vm", VM, "--order", order];
             let (code, words) = refusal(scene.host("a")?, &wrong)?;
             ensure!(code == 2 && words.contains("--order"), "{code}: {words}");
         }

@@ -14,6 +14,8 @@ use std::process::{Command, Output};
 use understudy_lab::scene::{GuestKind, VM};
 use understudy_lab::{ArbiterKind, CLIENT_ADDRESS, HostOptions, Scene, SceneOptions, wait_for};
 use understudy_protocol::wire::Kind;
+use understudy_qemu::cache;
+use understudy_qemu::programs::{agent_of, find_qemu};
 
 /// Two hosts and the boot-sector guest, which starts at once.
 pub fn quick() -> SceneOptions {
@@ -285,6 +287,77 @@ fn a_qemu_that_was_upgraded_underneath_is_not_started() {
         let told = scene.host("a")?.call(["status"])?;
         ensure!(!told.contains("WRONG"), "{told}");
         scene.host("a")?.call(["vm", "start", &path.to_string_lossy()]).map(drop)
+    });
+}
+
+/// Its own was no file any more: what was preloaded into QEMU was the next release's, which may speak another version.
+#[test]
+fn an_agent_that_was_replaced_underneath_is_used_as_it_was() {
+    let place = tempfile::tempdir().unwrap();
+    fs::set_permissions(place.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let library = place.path().join("agent.so");
+    for keepers in ["", "keepers = true\n"] {
+        let mut options = quick();
+        fs::copy(agent_of(&options.binary).unwrap(), &library).unwrap();
+        let daemon = daemon().calm();
+        let settings = format!("agent = {library:?}\n{keepers}{}", daemon.settings);
+        options.daemons.insert("a".to_owned(), HostOptions { settings, ..daemon });
+        play(options, |scene| {
+            let next = place.path().join("next");
+            fs::write(&next, "no library")?;
+            fs::rename(&next, &library)?;
+            let second = definition(scene, "second")?.replace("73:01", "73:02");
+            let path = write(scene, "second.toml", &second)?;
+            scene.host("a")?.call(["vm", "start", &path.to_string_lossy()])?;
+            scene.host("a")?.call(["vm", "stop", "second", "--force"])?;
+            await_forgotten(scene, "a")?;
+            scene.start_guest("b")?;
+            scene.protect("b", "a")?;
+            scene.await_protected("b", |_| ()).map(drop)
+        });
+    }
+}
+
+/// The plan compared the QEMU that the daemon had asked; the next one runs that which is installed.
+#[test]
+fn the_plan_of_an_upgrade_is_about_the_qemu_that_is_installed() {
+    let place = tempfile::tempdir().unwrap();
+    fs::set_permissions(place.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let [program, cache] = ["qemu-system-x86_64", "cache"].map(|name| place.path().join(name));
+    let installed = find_qemu().unwrap();
+    std::os::unix::fs::symlink(&installed, &program).unwrap();
+    fs::create_dir(&cache).unwrap();
+    let mut options = quick();
+    let daemon = daemon().calm();
+    let settings = format!("qemu = {program:?}\n{}", daemon.settings);
+    let own = (cache::VARIABLE.to_owned(), cache.display().to_string());
+    let environment = [daemon.environment, vec![own]].concat();
+    options.daemons.insert("a".to_owned(), HostOptions { settings, environment, ..daemon });
+    // Host b may answer late, on a busy machine.
+    let plan = |scene: &Scene, code: i32, words: &[&str]| {
+        wait_for(&format!("the plan to have {words:?}"), LIMIT, || {
+            let output = scene.host("a")?.cli(["upgrade", "--plan"])?;
+            let said = String::from_utf8_lossy(&output.stdout).into_owned();
+            let has_all = words.iter().all(|words| said.contains(words));
+            Ok((output.status.code() == Some(code) && has_all).then_some(said))
+        })
+    };
+    play(options, |scene| {
+        fs::remove_file(&program)?;
+        fs::copy(&installed, &program)?;
+        let said =
+            plan(scene, 0, &["QEMU was upgraded: a restart runs QEMU ", "may be restarted"])?;
+        ensure!(!said.contains("DOES NOT TAKE"), "{said}");
+        // What it answered just now becomes the answer of one of another series.
+        let files = fs::read_dir(&cache)?.collect::<std::io::Result<Vec<_>>>()?;
+        ensure!(files.len() == 1, "{files:?}");
+        let file = files[0].path();
+        let mut kept: Value = serde_json::from_slice(&fs::read(&file)?)?;
+        kept["capabilities"]["version"]["minor"] = json!(99);
+        fs::write(&file, serde_json::to_vec(&kept)?)?;
+        plan(scene, 1, &[".99.", "and DOES NOT TAKE it after a restart", "NOT YET"])?;
+        fs::remove_file(&program)?;
+        plan(scene, 1, &["WRONG: a restart does not run with it"]).map(drop)
     });
 }
 
