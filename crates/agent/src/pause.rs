@@ -2,7 +2,7 @@
 //! The pause of a checkpoint, from inside QEMU.
 //!
 //! It does what the monitor's commands `stop`, `xen-save-devices-state` and `cont` do, in one
-//! go in the main loop, which the daemon wakes with an eventfd. What is left out, and why:
+//! go in the main loop, which the daemon wakes with a bell. What is left out, and why:
 //!
 //! - flushing the disks, which `stop` does twice: it makes writes durable, which is no part
 //!   of a checkpoint (the daemon answers those flushes without waiting for a disk). Where the format of a
@@ -184,7 +184,7 @@ impl Pauser {
         // SAFETY: as in `listen`.
         let pauser = unsafe { &*opaque.cast::<Pauser>() };
         let mut count = 0u64;
-        // SAFETY: reads the eight bytes of an eventfd.
+        // SAFETY: reads the eight bytes of a ring.
         unsafe { libc::read(pauser.bell.as_raw_fd(), ptr::from_mut(&mut count).cast(), 8) };
         pauser.page.echo();
         pauser.page.stamp(Answer::None);

@@ -150,6 +150,13 @@ impl Disk {
         })
     }
 
+    /// The same disk with another way to sync its image.
+    #[cfg(test)]
+    pub(crate) fn with_sync(mut self, sync: crate::flusher::SyncImage) -> Disk {
+        self.flusher = Flusher::new("test", sync);
+        self
+    }
+
     /// Index of this disk in the VM.
     pub fn index(&self) -> DiskIndex {
         self.index

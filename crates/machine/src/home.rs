@@ -12,6 +12,7 @@ use understudy_memory::agent::{AgentListener, DEVICE};
 use understudy_qemu::Accelerator;
 use understudy_qemu::VmDefinition;
 use understudy_qemu::command::{BootFiles, GUEST_AGENT, VNC};
+use understudy_qemu::directory;
 use understudy_qemu::user::{self, User, path_in_qemu};
 
 /// The console's socket, in QEMU's directory.
@@ -59,7 +60,7 @@ impl Home {
     pub fn prepare_next(vm_directory: &Path, user: Option<User>) -> anyhow::Result<Home> {
         let directory = vm_directory.join(NEXT);
         let prepare = || -> std::io::Result<()> {
-            remove_directory(&directory)?;
+            directory::remove(&directory)?;
             user::give_directory(&directory, user)
         };
         prepare().with_context(|| format!("cannot prepare {}", directory.display()))?;
@@ -69,7 +70,7 @@ impl Home {
     /// The next QEMU's directory takes the place of the former's, which has ended.
     pub fn replace(vm_directory: &Path) -> std::io::Result<()> {
         let directory = vm_directory.join(DIRECTORY);
-        remove_directory(&directory)?;
+        directory::remove(&directory)?;
         std::fs::rename(vm_directory.join(NEXT), directory)
     }
 
@@ -101,13 +102,6 @@ impl Home {
     /// Lets QEMU connect to a socket that the daemon has made in it.
     pub fn give_socket(&self, socket: &Path) -> std::io::Result<()> {
         user::give_socket(socket, self.user)
-    }
-}
-
-fn remove_directory(directory: &Path) -> std::io::Result<()> {
-    match std::fs::remove_dir_all(directory) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
     }
 }
 

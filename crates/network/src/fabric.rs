@@ -104,24 +104,32 @@ impl Inside {
         true
     }
 
-    /// The same, in pieces if the card cannot take it whole. Drops what cannot be cut up,
-    /// which no driver sends.
+    /// The same, in pieces if the card cannot take it whole, as many as there is room for. Drops what
+    /// cannot be cut up, which no driver sends.
     pub fn push_cut(&mut self, packet: &[u8], takes: Offloads) {
         if self.push(packet, takes) {
             return;
         }
         match cut_up(packet) {
-            Some(pieces) => pieces.iter().for_each(|piece| self.append(piece)),
+            Some(pieces) => {
+                for piece in pieces {
+                    if !self.append(&piece) {
+                        break;
+                    }
+                }
+            }
             None => self.dropped += 1,
         }
     }
 
-    fn append(&mut self, packet: &[u8]) {
-        if self.frames.used() + packet.len() > QUEUE_BYTES {
-            self.dropped += 1;
-        } else {
-            self.frames.push(packet);
+    /// Whether there was room.
+    fn append(&mut self, packet: &[u8]) -> bool {
+        let fits = self.frames.used() + packet.len() <= QUEUE_BYTES;
+        match fits {
+            true => self.frames.push(packet),
+            false => self.dropped += 1,
         }
+        fits
     }
 
     /// Whether none waits.
@@ -149,6 +157,8 @@ impl Inside {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::header::SegmentBytes;
+    use crate::segments::tests::segment;
 
     #[test]
     fn a_message_is_told_from_a_frame() {
@@ -175,5 +185,16 @@ mod tests {
         inside.push(&[0; 22], Offloads::NONE);
         inside.take(&mut frames);
         assert_eq!((frames.len(), frames.used()), (1, 22));
+    }
+
+    #[test]
+    fn nothing_is_cut_up_for_a_full_queue() {
+        let mut inside = Inside::default();
+        assert!(inside.push(&vec![0; QUEUE_BYTES - 1000], Offloads::NONE));
+        let long = segment(true, false, &[7; 60_000], SegmentBytes::LEAST);
+        inside.push_cut(&long, Offloads::NONE);
+        let pieces = inside.frames().len() - 1;
+        assert!((1..20).contains(&pieces), "what there was room for: {pieces}");
+        assert_eq!(inside.dropped(), 1, "and no more");
     }
 }

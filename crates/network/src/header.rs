@@ -89,10 +89,33 @@ pub(crate) fn fitted(packet: &[u8], takes: Offloads) -> Option<Cow<'_, [u8]>> {
     Some(Cow::Owned(finished))
 }
 
+/// The payload of each piece that a long TCP segment stands for. Each piece costs whoever cuts it up,
+/// and a guest chooses the size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SegmentBytes(u16);
+
+impl SegmentBytes {
+    /// Linux sends no less than 48 (`TCP_MIN_SND_MSS`), of which timestamps take 12.
+    pub const LEAST: u16 = 36;
+
+    /// What a header says; none if no system asks for it.
+    pub fn of(packet: &[u8]) -> Option<SegmentBytes> {
+        Header::of(packet)?.segment_bytes
+    }
+
+    fn new(bytes: u16) -> Option<SegmentBytes> {
+        (bytes >= SegmentBytes::LEAST).then_some(SegmentBytes(bytes))
+    }
+
+    pub fn get(self) -> usize {
+        self.0.into()
+    }
+}
+
 struct Header {
     flags: u8,
     segments: u8,
-    segment_bytes: u16,
+    segment_bytes: Option<SegmentBytes>,
     sum_start: usize,
     sum_offset: usize,
 }
@@ -104,7 +127,7 @@ impl Header {
         Some(Header {
             flags: bytes[0],
             segments: bytes[1],
-            segment_bytes: word(4),
+            segment_bytes: SegmentBytes::new(word(4)),
             sum_start: word(6).into(),
             sum_offset: word(8).into(),
         })
@@ -121,7 +144,7 @@ impl Header {
             SEGMENT_TCP6 => Offloads::TCP6,
             _ => return Some(None),
         };
-        Some((self.segment_bytes > 0).then_some(Offloads::SUMS.and(kind).and(marks)))
+        Some(self.segment_bytes.map(|_| Offloads::SUMS.and(kind).and(marks)))
     }
 }
 
@@ -176,9 +199,11 @@ mod tests {
         }
         assert_eq!(fitted(&long(3), ALL), None, "UDP");
         assert_eq!(fitted(&long(5), ALL), None, "UDP of another kind");
-        let mut no_size = long(1);
-        no_size[4..6].fill(0);
-        assert_eq!(fitted(&no_size, ALL), None);
+        for too_small in [0, SegmentBytes::LEAST - 1] {
+            let mut packet = long(1);
+            packet[4..6].copy_from_slice(&too_small.to_le_bytes());
+            assert_eq!(fitted(&packet, ALL), None, "{too_small}");
+        }
         let mut no_sum = long(1);
         no_sum[0] = 0;
         assert_eq!(fitted(&no_sum, ALL), None);

@@ -14,6 +14,9 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 /// Messages read at once. Who waits for the output buffer waits for one reading.
 pub(crate) const READ_AT_ONCE: usize = 16;
 
+/// Bytes that a socket's room has less for each message, beside the message's own: the kernel takes more.
+const BESIDE_MESSAGE: usize = 256;
+
 /// Messages written at once.
 const WRITE_AT_ONCE: usize = 64;
 
@@ -144,6 +147,11 @@ impl Inbox {
                 Kind::TooLong | Kind::Short | Kind::End => {}
             }
         }
+    }
+
+    /// Bytes of the last reading, and of what the sender's socket holds beside each message at least.
+    pub fn bytes(&self) -> usize {
+        self.arrived.iter().map(|(_, length)| length + BESIDE_MESSAGE).sum()
     }
 
     /// A message of the last reading.

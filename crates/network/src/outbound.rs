@@ -79,6 +79,8 @@ pub(crate) struct Received {
     pub any: bool,
     /// Whether as much as can be was read, so that more is likely to wait.
     pub full: bool,
+    /// Bytes of it, and of what the sender's socket holds beside each message at least.
+    pub bytes: usize,
     /// The first frame of an epoch began to wait.
     pub first_held: bool,
     /// Whether what the pump goes by has changed.
@@ -209,7 +211,8 @@ impl Outbound {
                 return Received { changed: true, ..Received::default() };
             }
         };
-        let mut received = Received { full: count == READ_AT_ONCE, ..Received::default() };
+        let (full, bytes) = (count == READ_AT_ONCE, self.inbox.bytes());
+        let mut received = Received { full, bytes, ..Received::default() };
         let mut ended = None;
         for n in 0..count {
             match self.inbox.message(n) {
@@ -271,7 +274,7 @@ impl Outbound {
         self.waits_since.filter(|_| self.buffer.holds_current())
     }
 
-    fn disconnect(&mut self, reason: String) {
+    pub fn disconnect(&mut self, reason: String) {
         tracing::info!(%reason, "card disconnected from QEMU");
         self.connection = None;
         self.ended = Some(reason);

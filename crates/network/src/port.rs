@@ -35,7 +35,7 @@ const INBOUND_BUFFER_BYTES: usize = 4 << 20;
 /// Room in the socket from QEMU: more than a card's full queue of the longest
 /// frames. Frames that QEMU cannot pass on are lost at the next `stop`, which
 /// purges its queues.
-const OUTBOUND_BUFFER_BYTES: usize = 32 << 20;
+pub(crate) const OUTBOUND_BUFFER_BYTES: usize = 32 << 20;
 
 /// The configuration of a port's card.
 #[derive(Clone, Debug)]
@@ -228,7 +228,7 @@ impl Port {
     /// A standby's place is another QEMU's from now on, which takes no inbound frames either.
     pub fn attach_next(&self, next: NextGuest) {
         let mut outbound = self.shared.outbound();
-        while self.shared.receive(&mut outbound).any {}
+        self.shared.drain(&mut outbound);
         let (socket, said) = next.take();
         outbound.connect(socket);
         if let Some(said) = said {
@@ -296,7 +296,7 @@ impl Port {
     /// gone when this returns.
     pub fn drain(&self) {
         let mut outbound = self.shared.outbound();
-        while self.shared.receive(&mut outbound).any {}
+        self.shared.drain(&mut outbound);
         drop(outbound);
         self.shared.flush();
     }

@@ -13,11 +13,16 @@ use crate::frames::Moving;
 use crate::header::HEADER_BYTES;
 use crate::limit::{Limit, boot_time};
 use crate::outbound::{Outbound, Received};
+use crate::port::OUTBOUND_BUFFER_BYTES;
 use crate::tap::Tap;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use understudy_threads::{Mutex, MutexGuard};
+
+/// Bytes that a full socket from QEMU holds at most, as [`Received::bytes`] counts them: the kernel allows twice what
+/// it is told, and counts more.
+const OUTBOUND_ROOM: usize = 2 * OUTBOUND_BUFFER_BYTES + (1 << 20);
 
 /// Callback, called when the first frame of an epoch begins to wait: a checkpoint now
 /// would shorten its wait. Runs on a port's thread, without locks held: it must not wait.
@@ -139,6 +144,23 @@ impl Shared {
             self.wake();
         }
         received
+    }
+
+    /// Takes all that a QEMU has sent whose guest stands still, which is no more than its socket holds. One that goes on
+    /// sending was taken over, and is disconnected: a pause does not wait for it.
+    pub fn drain(&self, outbound: &mut Outbound) {
+        let mut left = OUTBOUND_ROOM;
+        loop {
+            let received = self.receive(outbound);
+            if !received.any {
+                return;
+            }
+            let Some(rest) = left.checked_sub(received.bytes) else {
+                outbound.disconnect("QEMU goes on sending while its guest stands still".to_owned());
+                return self.wake();
+            };
+            left = rest;
+        }
     }
 
     /// Writes everything that is released to the tap, in order. A host that was

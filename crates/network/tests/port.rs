@@ -2,6 +2,10 @@
 
 mod support;
 
+use nix::sys::socket::{
+    AddressFamily, MsgFlags, SockFlag, SockType, send, setsockopt, socketpair, sockopt,
+};
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -25,7 +29,7 @@ fn output_waits_for_the_commit_of_its_epoch() {
         assert_eq!(port.drain_and_barrier(Epoch(2)), 2);
         qemu.send("2a");
         wait_for("the frame of epoch 2 to be held", || port.held_frames() == 3);
-        // Writes to a bridge are synchronous: what had leaked would come first.
+        // Writes to a bridge are synchronous: what had leaked would come port.
         marker.send("nothing was released");
         assert_eq!(watcher.receive(), "nothing was released");
 
@@ -476,4 +480,35 @@ fn what_comes_and_goes_while_nobody_has_a_port_waits_for_whoever_adopts_it() {
         neighbour.send("to the next");
         assert_eq!(qemu.receive(), "to the next");
     });
+}
+
+/// Regression: a pause did not end while a QEMU that had been taken over sent frames.
+#[test]
+fn a_pause_takes_what_a_socket_holds_and_does_not_wait_for_more() {
+    for (socket_bytes, frame_bytes, is_endless) in
+        [(32 << 20, 60, false), (32 << 20, 60_000, false), (96 << 20, 60_000, true)]
+    {
+        in_namespace(move || {
+            let port = open(true);
+            let qemu = FakeQemu::attach(&port);
+            let [_, note] = port.duplicate_guest().unwrap().unwrap();
+            let (ours, guests) =
+                socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
+                    .unwrap();
+            setsockopt(&guests, sockopt::SndBufForce, &socket_bytes).unwrap();
+            let packet = [&PLAIN[..10], &frame(GUEST, &"x".repeat(frame_bytes))].concat();
+            let fill = || send(guests.as_raw_fd(), &packet, MsgFlags::MSG_DONTWAIT);
+            let full = std::iter::from_fn(|| fill().ok()).count();
+            assert!(full * frame_bytes > 1 << 20, "{full} frames");
+            port.hold(Epoch(1));
+            port.adopt_guest([ours, note]).unwrap();
+            port.drain_and_barrier(Epoch(2));
+            assert_eq!(!port.is_connected(), is_endless, "{full} frames");
+            if is_endless {
+                let reason = port.disconnect_reason().unwrap();
+                assert!(reason.contains("goes on sending"), "{reason}");
+            }
+            drop(qemu);
+        });
+    }
 }

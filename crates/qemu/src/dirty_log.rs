@@ -82,7 +82,7 @@ impl AgentPauser {
         let _one_at_a_time = self.dirty_log_turn();
         let number = self.page().ask_dirty_log(wish);
         // In a pause the agent hears of it at once; the bell comes behind it then, and is nothing.
-        write(self.bell(), &1u64.to_ne_bytes())?;
+        self.bell().ring()?;
         let begun = Instant::now();
         loop {
             let seen = self.page().dirty_done.get();

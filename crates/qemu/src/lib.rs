@@ -25,6 +25,7 @@ mod clock;
 pub mod command;
 pub mod counting;
 pub mod definition;
+pub mod directory;
 pub mod dirty_log;
 pub mod hold;
 mod installed;

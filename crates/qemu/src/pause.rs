@@ -3,18 +3,18 @@
 //! It takes half the time of [`crate::qmp::Checkpoint`], which is there for what the agent
 //! cannot do: a QEMU whose functions are not known, and a machine that does not run.
 #![allow(unsafe_code)] // Maps a page that QEMU shares.
-
+mod bell;
 mod page;
 
 use crate::dirty_log::LoggedBlock;
 use crate::qmp::{DeviceState, QemuVersion};
+use bell::Bell;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{ControlMessage, MsgFlags, UnixAddr, sendmsg};
-use nix::unistd::write;
 use page::Page;
 use std::io::{self, IoSlice};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -90,7 +90,7 @@ pub fn obstacle(version: QemuVersion, hello: &Hello) -> Option<String> {
 #[derive(Debug)]
 pub struct AgentPauser {
     page: Page,
-    bell: OwnedFd,
+    bell: Bell,
     /// Says when QEMU has ended.
     socket: OwnedFd,
     timeout: Duration,
@@ -114,8 +114,8 @@ impl AgentPauser {
         blocks: Vec<LoggedBlock>,
     ) -> Result<AgentPauser, PauseError> {
         let page = Page::create(&blocks)?;
-        let bell = eventfd()?;
-        let descriptors = [page.memfd.as_raw_fd(), bell.as_raw_fd(), state.as_fd().as_raw_fd()];
+        let (bell, qemus) = Bell::new()?;
+        let descriptors = [page.memfd.as_raw_fd(), qemus.as_raw_fd(), state.as_fd().as_raw_fd()];
         let beside = [ControlMessage::ScmRights(&descriptors)];
         let flags = MsgFlags::MSG_NOSIGNAL;
         sendmsg::<UnixAddr>(socket.as_raw_fd(), &[IoSlice::new(&ARM)], &beside, flags, None)?;
@@ -124,7 +124,7 @@ impl AgentPauser {
 
     fn of(
         page: Page,
-        bell: OwnedFd,
+        bell: Bell,
         socket: BorrowedFd<'_>,
         timeout: Duration,
         blocks: Vec<LoggedBlock>,
@@ -138,7 +138,7 @@ impl AgentPauser {
     pub fn probe(&self) -> Result<(), PauseError> {
         let number = self.probe.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
         self.page.probe.store(number, Ordering::Release);
-        write(&self.bell, &1u64.to_ne_bytes())?;
+        self.bell.ring()?;
         Ok(())
     }
 
@@ -152,7 +152,7 @@ impl AgentPauser {
 
     /// The page and the bell, for [`AgentPauser::adopt`] in another process.
     pub fn duplicate(&self) -> io::Result<[OwnedFd; 2]> {
-        Ok([self.page.memfd.try_clone()?, self.bell.try_clone()?])
+        Ok([self.page.memfd.try_clone()?, self.bell.duplicate()?])
     }
 
     /// Adopts one that another process has armed, with the same blocks; no pause was under way when
@@ -164,7 +164,7 @@ impl AgentPauser {
         blocks: Vec<LoggedBlock>,
     ) -> Result<AgentPauser, PauseError> {
         let page = Page::of(page, Page::bytes(&blocks))?;
-        let pauser = AgentPauser::of(page, bell, socket, timeout, blocks)?;
+        let pauser = AgentPauser::of(page, Bell::adopt(bell), socket, timeout, blocks)?;
         // Numbers go on where the process before left off.
         pauser.probe.store(pauser.page.echo.load(Ordering::Acquire), Ordering::Relaxed);
         // A process of an older version may have left the order of a pause that was refused.
@@ -213,7 +213,7 @@ impl AgentPauser {
         self.dirty_log.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn bell(&self) -> &OwnedFd {
+    pub(crate) fn bell(&self) -> &Bell {
         &self.bell
     }
 
@@ -266,7 +266,7 @@ impl AgentPauser {
 
     fn ring(&self, errand: LogErrand) -> Result<AgentPause<'_>, PauseError> {
         self.page.begin(errand);
-        write(&self.bell, &1u64.to_ne_bytes())?;
+        self.bell.ring()?;
         Ok(AgentPause { pauser: self, is_due: true })
     }
 
@@ -404,14 +404,6 @@ pub(crate) fn has_ended(socket: BorrowedFd<'_>) -> Result<bool, PauseError> {
         Ok(ready) => Ok(ready > 0),
         Err(Errno::EINTR) => Ok(false),
         Err(error) => Err(error.into()),
-    }
-}
-
-fn eventfd() -> io::Result<OwnedFd> {
-    // SAFETY: the call takes numbers and makes a descriptor, for us alone.
-    unsafe {
-        let fd = nix::libc::eventfd(0, nix::libc::EFD_CLOEXEC | nix::libc::EFD_NONBLOCK);
-        Ok(OwnedFd::from_raw_fd(Errno::result(fd)?))
     }
 }
 

@@ -27,37 +27,42 @@ const MONITOR_THREAD: &str = "IO mon_iothread";
 /// The threads that share the work of a pause.
 #[derive(Debug)]
 pub struct Urgency {
-    threads: Vec<(libc::pid_t, libc::c_int)>,
+    threads: Vec<Thread>,
 }
 
 impl Urgency {
     /// The calling thread, those of QEMU that carry out its commands, of which that of its monitors is one if
     /// the pause is theirs, and `others` (thread ids), which QEMU waits for while it stops the guest. Threads
-    /// that somebody has given a scheduling policy of their own are left alone.
+    /// that somebody has given a scheduling policy of their own are left alone, and so are those whose names more
+    /// have than the `vcpus` and the monitors need: QEMU chooses its threads' names, and may have been taken over.
     ///
     /// An error if the system does not allow it.
     pub fn new(
         qemu_pid: u32,
+        vcpus: u32,
         by_monitor: bool,
         others: impl IntoIterator<Item = i32>,
     ) -> io::Result<Urgency> {
         // This one first, or the vCPUs could keep it from going on.
         let mut threads = vec![(nix::unistd::gettid().as_raw(), PRIORITY)];
         threads.extend(others.into_iter().map(|tid| (tid, PRIORITY)));
-        let mut vcpus = Vec::new();
+        let (mut monitors, mut guests) = (Vec::new(), Vec::new());
         for entry in fs::read_dir(format!("/proc/{qemu_pid}/task"))? {
             let entry = entry?;
             let tid = entry.file_name().to_string_lossy().parse().map_err(io::Error::other)?;
             // It may have ended since it was listed.
             let name = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
             let is_monitor = || by_monitor && name.trim_end() == MONITOR_THREAD;
-            if u32::try_from(tid) == Ok(qemu_pid) || is_monitor() {
+            if u32::try_from(tid) == Ok(qemu_pid) {
                 threads.push((tid, PRIORITY));
+            } else if is_monitor() {
+                monitors.push((tid, PRIORITY));
             } else if VCPU_NAMES.iter().any(|prefix| name.starts_with(prefix)) {
-                vcpus.push((tid, VCPU_PRIORITY));
+                guests.push((tid, VCPU_PRIORITY));
             }
         }
-        threads.extend(vcpus);
+        threads.extend(at_most(1, monitors, "the monitors' thread"));
+        threads.extend(at_most(vcpus, guests, "a processor's"));
         threads.retain(|&(tid, _)| has_ordinary_policy(tid));
         let urgency = Urgency { threads };
         urgency.raise()?;
@@ -79,6 +84,21 @@ impl Urgency {
         }
         result
     }
+}
+
+type Thread = (libc::pid_t, libc::c_int);
+
+/// These threads, or none if they are too many: there is no telling which are what their names say.
+fn at_most(most: u32, threads: Vec<Thread>, kind: &str) -> Vec<Thread> {
+    if threads.len() <= most as usize {
+        return threads;
+    }
+    tracing::warn!(
+        "{} of QEMU's threads have the name of {kind}, and it has {most} such: none gets real-time priority, and \
+         pauses will be longer",
+        threads.len()
+    );
+    Vec::new()
 }
 
 fn set(tid: libc::pid_t, policy: libc::c_int, priority: libc::c_int) -> io::Result<()> {
@@ -125,7 +145,7 @@ mod tests {
     fn a_thread_is_urgent_only_for_so_long() {
         let me = nix::unistd::gettid().as_raw();
         // A process of ours in the place of QEMU.
-        let Ok(urgency) = Urgency::new(std::process::id(), false, []) else {
+        let Ok(urgency) = Urgency::new(std::process::id(), 0, false, []) else {
             return assert!(!nix::unistd::geteuid().is_root(), "root may raise priorities");
         };
         assert!(has_ordinary_policy(me));
@@ -135,19 +155,52 @@ mod tests {
         assert!(has_ordinary_policy(me));
     }
 
+    /// A thread of this name, until it is dropped.
+    struct Named {
+        tid: libc::pid_t,
+        _ends: std::sync::mpsc::Sender<()>,
+    }
+
+    impl Named {
+        fn new(name: &str) -> Named {
+            let (told, tids) = std::sync::mpsc::channel();
+            let (ends, until) = std::sync::mpsc::channel::<()>();
+            let body = move || {
+                told.send(nix::unistd::gettid().as_raw()).unwrap();
+                let _ = until.recv();
+            };
+            std::thread::Builder::new().name(name.to_owned()).spawn(body).unwrap();
+            Named { tid: tids.recv().unwrap(), _ends: ends }
+        }
+    }
+
+    /// Regression: whoever had taken a QEMU over had as many real-time threads as it liked.
+    #[test]
+    fn no_more_threads_are_urgent_than_there_are_processors() {
+        const VCPUS: u32 = 3;
+        let mut threads: Vec<Named> =
+            (0..VCPUS).map(|n| Named::new(&format!("CPU {n}/KVM"))).collect();
+        for is_one_too_many in [false, true] {
+            if is_one_too_many {
+                threads.push(Named::new("CPU 0/KVM"));
+            }
+            let Ok(urgency) = Urgency::new(std::process::id(), VCPUS, false, []) else {
+                return assert!(!nix::unistd::geteuid().is_root(), "root may raise priorities");
+            };
+            let urgent = urgency.begin();
+            for thread in &threads {
+                assert_eq!(has_ordinary_policy(thread.tid), is_one_too_many);
+            }
+            drop(urgent);
+        }
+    }
+
     #[test]
     fn the_monitors_thread_is_urgent_where_the_monitor_pauses() {
-        let (told, tids) = std::sync::mpsc::channel();
-        let (ends, until) = std::sync::mpsc::channel::<()>();
-        let body = move || {
-            told.send(nix::unistd::gettid().as_raw()).unwrap();
-            let _ = until.recv();
-        };
-        let named = std::thread::Builder::new().name(MONITOR_THREAD.to_owned());
-        let thread = named.spawn(body).unwrap();
-        let monitors = tids.recv().unwrap();
+        let thread = Named::new(MONITOR_THREAD);
+        let monitors = thread.tid;
         for by_monitor in [true, false] {
-            let Ok(urgency) = Urgency::new(std::process::id(), by_monitor, []) else {
+            let Ok(urgency) = Urgency::new(std::process::id(), 0, by_monitor, []) else {
                 return assert!(!nix::unistd::geteuid().is_root(), "root may raise priorities");
             };
             let urgent = urgency.begin();
@@ -155,8 +208,7 @@ mod tests {
             drop(urgent);
             assert!(has_ordinary_policy(monitors));
         }
-        drop(ends);
-        thread.join().unwrap();
+        drop(thread);
     }
 
     #[test]
@@ -172,6 +224,6 @@ mod tests {
 
     #[test]
     fn a_process_that_is_gone_is_an_error() {
-        assert!(Urgency::new(u32::MAX, true, []).is_err());
+        assert!(Urgency::new(u32::MAX, 0, true, []).is_err());
     }
 }

@@ -6,6 +6,7 @@
 
 #![allow(unsafe_code)] // System calls between fork and exec.
 
+use crate::directory;
 use nix::fcntl::AtFlags;
 use nix::libc;
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -149,9 +150,7 @@ pub fn give_directory(path: &Path, user: Option<User>) -> io::Result<()> {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
         _ => {}
     }
-    for entry in fs::read_dir(path)? {
-        fs::remove_file(entry?.path())?;
-    }
+    directory::empty(path)?;
     give_socket(path, user)
 }
 
@@ -279,6 +278,7 @@ mod tests {
         let first = RunAs::OwnNumber.next();
         give_directory(&directory, first).unwrap();
         fs::write(directory.join("log"), "gone").unwrap();
+        fs::create_dir_all(directory.join("left/in/it")).unwrap();
         // Links that a guest has planted lead nowhere.
         std::os::unix::fs::symlink(&outside, directory.join("socket")).unwrap();
         let second = RunAs::OwnNumber.next();
@@ -287,7 +287,7 @@ mod tests {
         assert_eq!(Some(owner(&directory)), second.map(|user| user.uid));
         assert_eq!(User::of_directory(&directory).unwrap(), second);
         assert_eq!(User::of_directory(folder.path()).unwrap(), None);
-        assert!(!directory.join("log").exists());
+        assert!(!directory.join("log").exists() && !directory.join("left").exists());
         assert!(owner(&outside).is_root());
         assert!(!directory.join("socket").exists());
         assert_eq!(fs::metadata(&directory).unwrap().mode() & 0o777, 0o700);

@@ -5,7 +5,7 @@ use super::frames::{self, CutListener, Joining, Seat, listed};
 use crate::config::ClusterConfig;
 use crate::containment;
 use crate::host::Host;
-use anyhow::{bail, ensure};
+use anyhow::{Context, bail, ensure};
 use crossbeam_channel::{Receiver, Sender};
 use std::fmt;
 use std::sync::Arc;
@@ -97,7 +97,7 @@ impl MemberSeat {
             (seat, state.early.take())
         };
         if let Some(number) = early {
-            seat.abandoned(number);
+            seat.over(number);
         }
     }
 
@@ -158,17 +158,18 @@ impl MemberSeat {
                 bail!("frames that were in flight to it did not come to an end: {lacks}");
             }
         }
-        Ok(self.seat().log().unwrap_or_default())
+        let lost = "more frames were in flight to it than are kept: try again when its cluster is less busy";
+        self.seat().log().context(lost)
     }
 
-    /// Notes that there will be no such snapshot.
-    pub fn abandon(&self, number: SnapshotNumber) {
+    /// Notes that this snapshot is over: all of it is saved, or there will be none.
+    pub fn end(&self, number: SnapshotNumber) {
         let mut state = lock(&self.state);
         if state.number == number {
             (state.take, state.log) = (None, None);
         }
         drop(state);
-        self.seat().abandoned(number);
+        self.seat().over(number);
     }
 
     /// Gives the guest, which does not run yet, what was in flight to it.

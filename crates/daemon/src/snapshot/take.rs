@@ -246,7 +246,9 @@ impl Taking {
                     if let Some(saved) = state.saved.take() {
                         state.base = Some(saved.commit());
                     }
-                    state.job = None;
+                    if let Some(job) = state.job.take() {
+                        job.end_cut(number);
+                    }
                 }
                 TakeAction::Discard(number) => {
                     warn!(vm = %state.task.vm(), "snapshot {number} is given up");
@@ -361,8 +363,14 @@ impl State {
     fn end(&mut self, number: SnapshotNumber) {
         let Some(job) = self.job.take() else { return };
         job.stop.say();
-        if let Now::Cut(seat) = &job.now {
-            seat.abandon(number);
+        job.end_cut(number);
+    }
+}
+
+impl Job {
+    fn end_cut(&self, number: SnapshotNumber) {
+        if let Now::Cut(seat) = &self.now {
+            seat.end(number);
         }
     }
 }

@@ -7,10 +7,12 @@
 use super::handshake::{ConnectionError, Export, Outcome, negotiate};
 use super::protocol::{Command, REQUEST_BYTES, Request, Status, reply};
 use super::reading::{ColdRead, UnderWay};
+use super::room::Room;
 use super::traffic::Counters;
 use crate::disk::Disk;
 use crate::image::Space;
 use crate::lent::Loan;
+use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{setsockopt, sockopt};
 use std::cell::RefCell;
@@ -36,6 +38,9 @@ pub(super) const LENT_BYTES: u32 = 32 * 1024;
 const HANDSHAKE_PATIENCE: Duration = Duration::from_secs(10);
 /// Time that who knocks waits after one who could not be let in.
 pub(super) const REST: Duration = Duration::from_millis(100);
+/// Time between two looks whether there is room again for requests, which only a client that is no QEMU
+/// waits for.
+const GLANCE: Duration = Duration::from_millis(10);
 
 /// State that all connections of one server share.
 #[derive(Clone)]
@@ -45,6 +50,7 @@ pub(super) struct Served {
     pub(super) counters: Arc<Counters>,
     /// The client is not the guest's QEMU yet.
     pub(super) aside: Arc<AtomicBool>,
+    pub(super) room: Arc<Room>,
 }
 
 /// Door where other clients knock.
@@ -95,6 +101,23 @@ struct Requests<'a> {
     door: Option<&'a dyn Door>,
     /// Nobody looks at the door until then: a knock that stays would be seen at each request.
     rests_until: Option<Instant>,
+}
+
+impl Requests<'_> {
+    /// Waits for room for one more request; false if the client has gone first.
+    fn await_room(&self, room: &Room) -> io::Result<bool> {
+        while room.is_full() {
+            // Its end is told unasked.
+            let mut client = [PollFd::new(self.stream.as_fd(), PollFlags::empty())];
+            let after = PollTimeout::try_from(GLANCE).unwrap_or(PollTimeout::ZERO);
+            match poll(&mut client, after) {
+                Ok(0) | Err(Errno::EINTR) => {}
+                Ok(_) => return Ok(false),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(true)
+    }
 }
 
 impl Read for Requests<'_> {
@@ -158,11 +181,15 @@ impl Served {
             return replies.send(status, handle, &[]);
         }
         let (replies, disk) = (Arc::downgrade(replies), Arc::downgrade(&self.disk));
-        let answer = move || match (replies.upgrade(), disk.upgrade()) {
-            (Some(replies), _) => replies.send(status, handle, &[]),
-            // Nobody needs an answer whose connection has ended before.
-            (None, Some(disk)) => disk.request_ends(),
-            (None, None) => {}
+        let place = self.room.place();
+        let answer = move || {
+            match (replies.upgrade(), disk.upgrade()) {
+                (Some(replies), _) => replies.send(status, handle, &[]),
+                // Nobody needs an answer whose connection has ended before.
+                (None, Some(disk)) => disk.request_ends(),
+                (None, None) => {}
+            }
+            drop(place);
         };
         self.disk.withheld.answer(&error, Box::new(answer));
     }
@@ -177,9 +204,12 @@ pub(super) struct Connection<'a> {
 }
 
 impl Connection<'_> {
-    fn transmission(&self, input: &mut impl Read) -> Result<(), ConnectionError> {
+    fn transmission(&self, input: &mut BufReader<Requests<'_>>) -> Result<(), ConnectionError> {
         let (mut buffer, mut loan) = (Buffer::default(), Loan::default());
         loop {
+            if !input.get_ref().await_room(&self.served.room)? {
+                return Ok(());
+            }
             let mut header = [0; REQUEST_BYTES];
             if !read_header(input, &mut header)? {
                 return Ok(());
@@ -210,12 +240,14 @@ impl Connection<'_> {
             Ok(Durable::Later) => self.served.answer(&request, Ok(()), &self.replies),
             Ok(Durable::BeforeReply) => {
                 let (served, replies) = (self.served.clone(), self.replies.clone());
+                let place = served.room.place();
                 self.served.disk.flush(Box::new(move |result| {
                     served.counters.flushed();
                     if result.is_err() {
                         served.disk.note_failure();
                     }
                     served.answer(&request, result, &replies);
+                    drop(place);
                 }));
             }
             Err(error) => {

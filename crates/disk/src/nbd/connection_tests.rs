@@ -15,8 +15,8 @@ fn a_request_ends_whose_answer_was_withheld_until_its_connection_had_ended() {
     std::fs::write(&image, b"").unwrap();
     let disk = Arc::new(Disk::open(DiskIndex(0), &image, 4096).unwrap());
     let export = Export { name: String::new(), bytes: 4096 };
-    let (counters, aside) = (Arc::default(), Arc::default());
-    let served = Served { disk: disk.clone(), export, counters, aside };
+    let (counters, aside, room) = (Arc::default(), Arc::default(), Arc::default());
+    let served = Served { disk: disk.clone(), export, counters, aside, room };
     let (stream, client) = UnixStream::pair().unwrap();
     let replies = Arc::new(Replies::new(stream, disk.clone()));
     let mut header = [0; REQUEST_BYTES];
@@ -60,8 +60,8 @@ fn in_lockstep_no_write_overtakes_a_read_of_the_same() {
     let disk = Arc::new(Disk::open(DiskIndex(0), &image, 8192).unwrap());
     disk.set_reads(Reads::Followed(Arc::new(Passing)));
     let export = Export { name: String::new(), bytes: 8192 };
-    let (counters, aside) = (Arc::default(), Arc::default());
-    let served = Served { disk: disk.clone(), export, counters, aside };
+    let (counters, aside, room) = (Arc::default(), Arc::default(), Arc::default());
+    let served = Served { disk: disk.clone(), export, counters, aside, room };
     let (stream, _client) = UnixStream::pair().unwrap();
     let replies = Arc::new(Replies::new(stream, disk.clone()));
     let gate = Arc::new(Waitable::new(false));

@@ -10,12 +10,14 @@
 //! - `handshake`: options, until client and server agree on the export.
 //! - `connection`: requests and replies of one client.
 //! - `reading`: the reads among them.
+//! - `room`: how many requests may wait for their answers.
 //! - `server`: the socket and the threads.
 
 mod connection;
 mod handshake;
 mod protocol;
 mod reading;
+mod room;
 mod server;
 mod traffic;
 

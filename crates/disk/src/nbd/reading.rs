@@ -3,6 +3,7 @@
 
 use super::connection::{Buffer, Connection, LENT_BYTES, Replies, Served};
 use super::protocol::{Request, Status, reply};
+use super::room::Place;
 use crate::lent::Loan;
 use crate::reads::{ReadFollower, ReadRecorder, ReadSink, Reads, Span};
 use std::convert::Infallible;
@@ -27,6 +28,7 @@ pub(super) struct ColdRead {
     request: Request,
     replies: Arc<Replies>,
     beside: Beside,
+    _place: Place,
     /// Closed when it has been read, if a write of what it reads waits for that.
     _done: Option<Sender<Infallible>>,
 }
@@ -85,7 +87,8 @@ impl Connection<'_> {
             done
         });
         let replies = self.replies.clone();
-        self.readers.hand(ColdRead { request, replies, beside, _done: done });
+        let place = self.served.room.place();
+        self.readers.hand(ColdRead { request, replies, beside, _place: place, _done: done });
     }
 
     pub(super) fn read(&self, request: Request, buffer: &mut Buffer, loan: &mut Loan) {
@@ -133,7 +136,8 @@ impl Connection<'_> {
             }
             Reads::Followed(follower) => {
                 let (served, replies) = (self.served.clone(), self.replies.clone());
-                follower.came(AwaitedRead { request: *request, served, replies })?;
+                let place = served.room.place();
+                follower.came(AwaitedRead { request: *request, served, replies, _place: place })?;
                 Beside::Followed(follower)
             }
         })
@@ -152,7 +156,7 @@ fn span(request: &Request) -> Span {
 
 impl Served {
     fn read_cold(&self, read: ColdRead, buffer: &mut Buffer) {
-        let ColdRead { request, replies, beside, _done } = read;
+        let ColdRead { request, replies, beside, _place, _done } = read;
         let data = buffer.get(request.length as usize);
         let mut result = self.disk.read(request.offset, data);
         if let Beside::Followed(follower) = &beside {
@@ -204,6 +208,7 @@ pub struct AwaitedRead {
     request: Request,
     served: Served,
     replies: Arc<Replies>,
+    _place: Place,
 }
 
 impl AwaitedRead {

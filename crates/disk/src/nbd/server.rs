@@ -23,7 +23,7 @@ use understudy_threads::{Crew, Mutex, lock, spawn};
 /// Threads for reads that wait for the device. QEMU has at most 16 requests under way.
 const READERS: usize = 4;
 /// A QEMU has one connection, and for a moment a second one when it reconnects.
-const MAX_CONNECTIONS: usize = 16;
+pub(super) const MAX_CONNECTIONS: usize = 16;
 
 /// Serves one disk on a unix socket, with threads of its own.
 ///
@@ -90,8 +90,13 @@ impl NbdServer {
         let counters = Arc::new(Counters::default());
         let aside = Arc::new(AtomicBool::new(aside));
         let stopping = Arc::new(AtomicBool::new(false));
-        let served =
-            Served { disk: disk.clone(), export, counters: counters.clone(), aside: aside.clone() };
+        let served = Served {
+            disk: disk.clone(),
+            export,
+            counters: counters.clone(),
+            aside: aside.clone(),
+            room: Arc::default(),
+        };
         let of_readers = served.clone();
         let readers = Arc::new(Crew::new(format!("read-{name}"), READERS, move || {
             reader(of_readers.clone())
@@ -296,16 +301,93 @@ fn serve_client(
 mod tests {
     use super::*;
     use crate::nbd::protocol::GREETING_BYTES;
-    use std::io::Read;
+    use crate::nbd::reading::AwaitedRead;
+    use crate::nbd::room::PLACES;
+    use crate::reads::{ReadFollower, Reads, Span};
+    use std::io::{Read, Write};
+    use std::sync::atomic::AtomicUsize;
+    use std::time::{Duration, Instant};
     use understudy_protocol::DiskIndex;
+    use understudy_threads::Waitable;
+
+    fn disk(directory: &Path) -> Disk {
+        let image = directory.join("image");
+        fs::write(&image, b"").unwrap();
+        Disk::open(DiskIndex(0), &image, 1 << 20).unwrap()
+    }
+
+    /// Whether a client sends 100 000 of these without a reply.
+    fn takes_any_number(server: &NbdServer, command: u8) -> bool {
+        let mut client = UnixStream::connect(server.socket()).unwrap();
+        client.read_exact(&mut [0; GREETING_BYTES]).unwrap();
+        client.write_all(b"\0\0\0\x03IHAVEOPT\0\0\0\x01\0\0\0\0").unwrap();
+        client.read_exact(&mut [0; 10]).unwrap();
+        let mut request = vec![0x25, 0x60, 0x95, 0x13, 0, 0, 0, command];
+        request.resize(28, 0);
+        request[26] = 2; // Half a KiB, where it is a read.
+        client.set_write_timeout(Some(Duration::from_secs(1))).unwrap();
+        client.write_all(&request.repeat(100_000)).is_ok()
+    }
+
+    /// Regression: whoever had taken a QEMU over filled the daemon's memory: each took 150 bytes, at
+    /// millions a second.
+    #[test]
+    fn no_more_flushes_are_read_than_may_wait_for_a_disk() {
+        let directory = tempfile::tempdir().unwrap();
+        let (gate, syncs) = (Arc::new(Waitable::new(false)), Arc::new(AtomicUsize::new(0)));
+        let (waits, counted) = (gate.clone(), syncs.clone());
+        let sync = move || {
+            counted.fetch_add(1, Ordering::Relaxed);
+            drop(waits.wait_while(waits.lock(), |open| !*open));
+            Ok(())
+        };
+        let disk = Arc::new(disk(directory.path()).with_sync(Box::new(sync)));
+        let server = NbdServer::serve(disk.clone(), directory.path().join("nbd")).unwrap();
+        assert!(!takes_any_number(&server, 3));
+        assert_eq!(syncs.load(Ordering::Relaxed), 1, "it hangs");
+        // It waits for room, and hears that it is over.
+        drop(server);
+        gate.change(|open| *open = true);
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while disk.has_requests() {
+            assert!(Instant::now() < deadline, "all are answered");
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Keeps what was read.
+    #[derive(Default)]
+    struct Keeping(Mutex<Vec<AwaitedRead>>);
+
+    impl ReadFollower for Keeping {
+        fn came(&self, read: AwaitedRead) -> Option<AwaitedRead> {
+            lock(&self.0).push(read);
+            None
+        }
+
+        fn failed(&self, _: DiskIndex, _: Span, _: &io::Error) {}
+    }
+
+    #[test]
+    fn no_more_reads_are_taken_than_may_wait_for_the_other_host() {
+        let directory = tempfile::tempdir().unwrap();
+        let (disk, kept) = (Arc::new(disk(directory.path())), Arc::new(Keeping::default()));
+        disk.set_reads(Reads::Followed(kept.clone()));
+        let server = NbdServer::serve(disk, directory.path().join("nbd")).unwrap();
+        assert!(!takes_any_number(&server, 0));
+        assert_eq!(lock(&kept.0).len(), PLACES);
+        // There is room again for who comes next.
+        lock(&kept.0).clear();
+        assert!(!takes_any_number(&server, 0));
+        assert_eq!(lock(&kept.0).len(), PLACES);
+        drop(server);
+    }
 
     /// Regression: such clients were remembered for as long as the server lived.
     #[test]
     fn a_client_that_is_one_too_many_is_hung_up_on_and_forgotten() {
         let directory = tempfile::tempdir().unwrap();
-        let image = directory.path().join("image");
-        fs::write(&image, b"").unwrap();
-        let disk = Arc::new(Disk::open(DiskIndex(0), &image, 1 << 20).unwrap());
+        let disk = Arc::new(disk(directory.path()));
         let server = NbdServer::serve(disk, directory.path().join("nbd")).unwrap();
         let connect = || UnixStream::connect(server.socket()).unwrap();
         let mut clients: Vec<UnixStream> = (0..MAX_CONNECTIONS).map(|_| connect()).collect();

@@ -18,7 +18,7 @@ impl Port {
     /// If `next` does not follow the current epoch.
     pub fn drain_and_barrier(&self, next: Epoch) -> usize {
         let mut outbound = self.shared.outbound();
-        while self.shared.receive(&mut outbound).any {}
+        self.shared.drain(&mut outbound);
         outbound.buffer.barrier(next);
         let held = outbound.buffer.held_frames();
         let released = outbound.buffer.has_released();

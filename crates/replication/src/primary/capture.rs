@@ -443,7 +443,8 @@ fn urgency(session: &Session, machine: &Machine) -> Option<Urgency> {
     let disks = machine.disks();
     let threads = disks.iter().filter_map(|disk| disk.server_thread());
     let by_monitor = machine.pause_obstacle().is_some();
-    let urgency = Urgency::new(machine.qemu_pid(), by_monitor, threads);
+    let vcpus = machine.definition().vcpus;
+    let urgency = Urgency::new(machine.qemu_pid(), vcpus, by_monitor, threads);
     let refused = |error: &std::io::Error| {
         warn!(
             vm = %session.vm,

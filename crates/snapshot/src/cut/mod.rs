@@ -24,6 +24,18 @@ use std::collections::{BTreeSet, VecDeque};
 /// switch whose port is busy.
 const HELD_BYTES: usize = 8 << 20;
 
+/// Bytes of frames in flight across one snapshot; with more there is none. Of a network of ten gigabits a second
+/// that is a fifth of a second, and a peer decides how many there are.
+const LOGGED_BYTES: usize = 256 << 20;
+
+/// Bytes that a frame takes beside its own, for those who send very short ones.
+const FRAME_BYTES: usize = 128;
+
+/// Memory that a frame takes.
+fn memory(frame: &impl AsRef<[u8]>) -> usize {
+    frame.as_ref().len() + FRAME_BYTES
+}
+
 /// An event that happens to one member. `F` is a frame.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CutEvent<F> {
@@ -39,8 +51,8 @@ pub enum CutEvent<F> {
         /// socket, which is no part of the VM's state. It will read them nevertheless.
         unread: Vec<(Member, F)>,
     },
-    /// The coordinator has given this snapshot up.
-    Abandoned(SnapshotNumber),
+    /// This snapshot is over: all of it is saved, or the coordinator has given it up.
+    Over(SnapshotNumber),
 }
 
 /// An action that must be taken.
@@ -57,7 +69,7 @@ pub enum CutAction<F> {
     },
     /// Pause the VM, capture its state, and say [`CutEvent::Taken`] before it goes on.
     Take(SnapshotNumber),
-    /// The log of this snapshot is complete: [`Cut::log`].
+    /// The log of this snapshot gets no longer: [`Cut::log`].
     LogComplete(SnapshotNumber),
 }
 
@@ -83,6 +95,34 @@ struct Recording<F> {
     /// Members from which frames may still come that were in flight.
     open: BTreeSet<Member>,
     log: Vec<(Member, F)>,
+    log_bytes: usize,
+    /// There were more frames than a log holds.
+    is_lost: bool,
+}
+
+impl<F: AsRef<[u8]>> Recording<F> {
+    fn new(
+        number: SnapshotNumber,
+        open: BTreeSet<Member>,
+        unread: Vec<(Member, F)>,
+    ) -> Recording<F> {
+        let log = Vec::new();
+        let mut recording = Recording { number, open, log, log_bytes: 0, is_lost: false };
+        unread.into_iter().for_each(|(from, frame)| recording.push(from, frame));
+        recording
+    }
+
+    /// A frame was in flight.
+    fn push(&mut self, from: Member, frame: F) {
+        self.log_bytes = self.log_bytes.saturating_add(memory(&frame));
+        if self.log_bytes > LOGGED_BYTES {
+            (self.is_lost, self.log) = (true, Vec::new());
+            self.open.clear();
+        }
+        if !self.is_lost {
+            self.log.push((from, frame));
+        }
+    }
 }
 
 impl<F: AsRef<[u8]> + Clone> Cut<F> {
@@ -117,9 +157,10 @@ impl<F: AsRef<[u8]> + Clone> Cut<F> {
     }
 
     /// Frames in flight to this member across the cut of its last snapshot, in the order of
-    /// their arrival; none before [`CutAction::LogComplete`].
+    /// their arrival; none before [`CutAction::LogComplete`], nor ever if they are too many.
     pub fn log(&self) -> Option<&[(Member, F)]> {
-        let complete = self.recording.as_ref().filter(|recording| recording.open.is_empty());
+        let complete = |recording: &&Recording<F>| recording.open.is_empty() && !recording.is_lost;
+        let complete = self.recording.as_ref().filter(complete);
         complete.map(|recording| &recording.log[..])
     }
 
@@ -129,7 +170,7 @@ impl<F: AsRef<[u8]> + Clone> Cut<F> {
             CutEvent::Arrived(envelope, frame) => self.arrived(envelope, frame, actions),
             CutEvent::Take(number) => self.take(number, actions),
             CutEvent::Taken { number, unread } => self.taken(number, unread, actions),
-            CutEvent::Abandoned(number) => self.abandoned(number, actions),
+            CutEvent::Over(number) => self.over(number, actions),
         }
     }
 
@@ -148,23 +189,29 @@ impl<F: AsRef<[u8]> + Clone> Cut<F> {
             }
             self.take(number, actions);
         } else if let Some(frame) = frame {
-            self.deliver(envelope, frame, actions);
+            // What comes from a member that was heard from behind the snapshot is not from before it.
+            let is_open = |recording: &Recording<F>| recording.open.contains(&from);
+            if self.recording.as_ref().is_some_and(is_open) {
+                self.record(envelope, &frame, actions);
+            }
+            actions.push(CutAction::Deliver { from, frame });
         }
     }
 
     /// A frame that comes from before the snapshot being recorded was in flight.
-    fn deliver(&mut self, envelope: Envelope, frame: F, actions: &mut Vec<CutAction<F>>) {
+    fn record(&mut self, envelope: Envelope, frame: &F, actions: &mut Vec<CutAction<F>>) {
         let Envelope { from, number, .. } = envelope;
-        if let Some(recording) = &mut self.recording {
-            if number < recording.number {
-                recording.log.push((from, frame.clone()));
+        let Some(recording) = &mut self.recording else { return };
+        if number < recording.number && !recording.is_lost {
+            recording.push(from, frame.clone());
+            if recording.is_lost {
+                actions.push(CutAction::LogComplete(recording.number));
             }
         }
-        actions.push(CutAction::Deliver { from, frame });
     }
 
     fn hold(&mut self, envelope: Envelope, frame: F) {
-        let bytes = frame.as_ref().len();
+        let bytes = memory(&frame);
         if self.held_bytes + bytes <= HELD_BYTES {
             self.held_bytes += bytes;
             self.held.push_back((envelope, frame));
@@ -203,20 +250,20 @@ impl<F: AsRef<[u8]> + Clone> Cut<F> {
         let others = (0..self.heard.len()).map(|other| Member(other as u16));
         let others: Vec<Member> = others.filter(|other| *other != self.own).collect();
         let open = others.iter().copied().filter(|other| self.heard[other.index()] < number);
-        self.recording = Some(Recording { number, open: open.collect(), log: unread });
+        self.recording = Some(Recording::new(number, open.collect(), unread));
         for other in others {
             actions.push(CutAction::Transmit(self.envelope(other)));
         }
         // Also what waited for a snapshot before this one that was given up.
         self.release(actions);
-        if self.log().is_some() {
+        if self.recording.as_ref().is_some_and(|recording| recording.open.is_empty()) {
             actions.push(CutAction::LogComplete(number));
         }
     }
 
-    /// Gives a snapshot up: the members' numbers must agree all the same, or frames from
-    /// those that took it would wait for ever.
-    fn abandoned(&mut self, number: SnapshotNumber, actions: &mut Vec<CutAction<F>>) {
+    /// Ends a snapshot. If it is given up the members' numbers must agree all the same, or frames
+    /// from those that took it would wait for ever.
+    fn over(&mut self, number: SnapshotNumber, actions: &mut Vec<CutAction<F>>) {
         if self.recording.as_ref().is_some_and(|recording| recording.number == number) {
             self.recording = None;
         }
@@ -234,8 +281,10 @@ impl<F: AsRef<[u8]> + Clone> Cut<F> {
             match envelope.number > self.number {
                 true => self.held.push_back((envelope, frame)),
                 false => {
-                    self.held_bytes -= frame.as_ref().len();
-                    self.deliver(envelope, frame, actions);
+                    self.held_bytes -= memory(&frame);
+                    // It came from before its sender was heard from behind this one.
+                    self.record(envelope, &frame, actions);
+                    actions.push(CutAction::Deliver { from: envelope.from, frame });
                 }
             }
         }

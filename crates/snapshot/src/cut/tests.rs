@@ -133,7 +133,7 @@ impl World {
     fn obey(&mut self, member: usize) {
         match self.orders[member].pop_front() {
             Some(Order::Take(number)) => self.event(member, CutEvent::Take(number)),
-            Some(Order::Abandon(number)) => self.event(member, CutEvent::Abandoned(number)),
+            Some(Order::Abandon(number)) => self.event(member, CutEvent::Over(number)),
             None => {}
         }
     }
@@ -319,4 +319,57 @@ fn a_vm_by_itself_has_no_frames_in_flight() {
     cut.handle(CutEvent::Taken { number, unread: vec![] }, &mut actions);
     assert_eq!(actions, [CutAction::Take(number), CutAction::LogComplete(number)]);
     assert_eq!(cut.log(), Some(&[][..]));
+}
+
+/// Member 0 of three, which has taken snapshot 6 and has heard of it from member 1.
+fn recording() -> (Cut<Frame>, SnapshotNumber) {
+    let mut cut = Cut::new(Member(0), 3, Incarnation(1), SnapshotNumber(5));
+    let number = SnapshotNumber(6);
+    cut.handle(CutEvent::Taken { number, unread: vec![] }, &mut Vec::new());
+    assert!(arrives(&mut cut, 1, 6, None).is_empty());
+    (cut, number)
+}
+
+fn arrives(
+    cut: &mut Cut<Frame>,
+    from: u16,
+    number: u64,
+    frame: Option<Frame>,
+) -> Vec<CutAction<Frame>> {
+    let (incarnation, number) = (Incarnation(1), SnapshotNumber(number));
+    let envelope = Envelope { from: Member(from), to: Member(0), incarnation, number };
+    let mut actions = Vec::new();
+    cut.handle(CutEvent::Arrived(envelope, frame), &mut actions);
+    actions
+}
+
+/// Regression: a peer that gave an old number filled the memory of the member's host, and nothing ended the log.
+#[test]
+fn nothing_is_logged_that_was_not_in_flight() {
+    let (mut cut, number) = recording();
+    let delivered = |from, n| CutAction::Deliver { from: Member(from), frame: frame(n) };
+    assert_eq!(arrives(&mut cut, 1, 5, Some(frame(1))), [delivered(1, 1)]);
+    assert_eq!(arrives(&mut cut, 2, 5, Some(frame(2))), [delivered(2, 2)]);
+    assert_eq!(arrives(&mut cut, 2, 6, None), [CutAction::LogComplete(number)]);
+    assert_eq!(arrives(&mut cut, 2, 5, Some(frame(3))), [delivered(2, 3)]);
+    assert_eq!(cut.log(), Some(&[(Member(2), frame(2))][..]));
+    let mut actions = Vec::new();
+    cut.handle(CutEvent::Over(number), &mut actions);
+    assert!(actions.is_empty() && cut.recording.is_none(), "it is saved");
+    assert_eq!(cut.number(), number);
+}
+
+#[test]
+fn frames_that_are_too_many_are_delivered_and_no_log() {
+    let (mut cut, number) = recording();
+    let long = vec![0; LOGGED_BYTES / 2 - FRAME_BYTES];
+    assert_eq!(arrives(&mut cut, 2, 5, Some(long.clone())).len(), 1);
+    assert_eq!(arrives(&mut cut, 2, 5, Some(long)).len(), 1);
+    let last = CutAction::Deliver { from: Member(2), frame: frame(1) };
+    let told = CutAction::LogComplete(number);
+    assert_eq!(arrives(&mut cut, 2, 5, Some(frame(1))), [told, last.clone()]);
+    assert_eq!(cut.log(), None, "the snapshot fails");
+    assert_eq!(arrives(&mut cut, 2, 5, Some(frame(1))), [last]);
+    assert!(arrives(&mut cut, 2, 6, None).is_empty(), "and hears of it once");
+    assert!(cut.recording.is_some_and(|recording| recording.log.is_empty()));
 }

@@ -286,7 +286,7 @@ impl Group<'_> {
                     if let Some(saving) = host.saving.take() {
                         host.changed.extend(saving.changed);
                     }
-                    self.cut(at, CutEvent::Abandoned(number));
+                    self.cut(at, CutEvent::Over(number));
                 }
                 TakeAction::Report(report) => reports.push((Member(at as u16), report)),
             }

@@ -13,7 +13,7 @@
 //! coordinator says TAKE ─▶ Seat::take ─▶ CutListener::take ◀─ a frame from behind the cut
 //!                          pause the VM; Seat::taken before it goes on
 //!                          CutListener::log_complete ─▶ Seat::log ─▶ Store::put_frames
-//! coordinator says ABANDON ─▶ Seat::abandoned
+//! coordinator says COMMIT or ABANDON ─▶ Seat::over
 //! ```
 //!
 //! and after a restore, once the machine is there and before it goes live: [`join`]

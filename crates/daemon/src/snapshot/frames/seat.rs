@@ -57,9 +57,9 @@ impl Seat {
         Ok(())
     }
 
-    /// Notes that there will be no such snapshot.
-    pub fn abandoned(&self, number: SnapshotNumber) {
-        self.event(CutEvent::Abandoned(number));
+    /// Notes that this snapshot is over: all of it is saved, or there will be none.
+    pub fn over(&self, number: SnapshotNumber) {
+        self.event(CutEvent::Over(number));
     }
 
     /// The frames in flight to the member across its last snapshot, in the order of their
