@@ -213,6 +213,7 @@ impl Host {
         let mut known = self.known_hosts();
         let mut unasked = String::new();
         if !known.contains_key(host) {
+            self.look_at_peers();
             if let Err(error) = self.look_for_members() {
                 unasked = format!("; etcd could not be asked for others: {error:#}");
             }

@@ -43,6 +43,12 @@ impl Host {
     pub(crate) fn problem_of_peers(&self) -> Option<String> {
         self.findings.lock().peers.problem.clone()
     }
+
+    /// Takes over the [peers] of the file now: somebody names one who joined a moment ago. What is wrong with it, the
+    /// next look tells.
+    pub(crate) fn look_at_peers(&self) {
+        let _ = refresh(&self.findings, &self.config.file);
+    }
 }
 
 /// Takes over what the file has now; returns whether that is something else.

@@ -134,6 +134,9 @@ impl World {
         if self.hosts[host.0].is_frozen() {
             return self.protection_lost(host, "it stands still");
         }
+        if self.hosts[host.0].running().is_some_and(|running| running.session.is_some()) {
+            return self.protection_lost(host, "it is protected already");
+        }
         self.sessions += 1;
         let session = SessionId(self.sessions);
         let data = self.dial(host, peer, true);

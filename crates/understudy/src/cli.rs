@@ -50,7 +50,8 @@ Exit codes:
   0  done
   1  it failed; the reason is on stderr
   2  the command line is wrong
-  3  degraded: protection was asked for and is lost
+  3  degraded: protection was asked for and is lost, or given up by
+     --unheld-output; or the VM stands still (its disk, its host's lease)
   4  no such VM or file
   5  the daemon does not answer on its socket
 
@@ -177,7 +178,9 @@ pub enum Command {
     Upgrade(UpgradeArgs),
     /// Show this host's VMs, or one of them in full.
     #[command(
-        after_help = "Exits with 3 if VM was to be protected and its protection is lost, or is being restored."
+        after_help = "Exits with 3 if VM was to be protected and its protection is lost, is being restored, or is none \
+                      (--unheld-output); and, protected or not, if it stands still: an error of its disk, or this \
+                      host's lease has run out."
     )]
     Status {
         /// The VM's name; all VMs without it.
@@ -416,7 +419,9 @@ are those that are protected again within power_off_seconds; the other guests
 are asked to power off (ACPI), and what still runs after power_off_seconds more is
 cut, as it is at once after a second signal. The log says which were. A service
 manager must not signal QEMU itself, and must wait for longer than both: under
-systemd, which is told, KillMode=process and TimeoutStopSec=180.";
+systemd, which is told, KillMode=process and TimeoutStopSec=180.
+
+All fields: /usr/share/doc/understudy/FILES.md.gz.";
 
 const VM_START_HELP: &str = "\
 Example of a definition:

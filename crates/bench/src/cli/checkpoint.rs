@@ -12,9 +12,13 @@ how often it slept, its page faults, with --calls its system calls (counted by
 commit. Parts and conditions as for `bench pause`; with --workload the guest is the
 one of `make bench-guest`, under the default policy.
 
+With --keepers each round is on hosts of its own; the last lines are those with
+keepers to those without, by the medians of the rounds.
+
 Examples:
   understudy-lab bench checkpoint
-  understudy-lab bench checkpoint --workload pgbench4 --rounds 3";
+  understudy-lab bench checkpoint --workload pgbench4 --rounds 3
+  understudy-lab bench checkpoint --keepers --pinned --rounds 5";
 
 /// `bench checkpoint`
 #[derive(Debug, Args)]
@@ -37,6 +41,9 @@ pub struct BenchCheckpointArgs {
     /// Count system calls, too.
     #[arg(long)]
     pub calls: bool,
+    /// Each round twice: on hosts without keepers, and on hosts with them.
+    #[arg(long)]
+    pub keepers: bool,
     /// Give the primary host a processor to itself, and backup and clients another one.
     #[arg(long)]
     pub pinned: bool,

@@ -52,8 +52,8 @@ pub struct Joined {
     pub name: HostName,
     /// Addresses of that host.
     pub addresses: Vec<SocketAddr>,
-    /// Hosts that do not know it yet, and the line that their [peers] need; none with etcd, where
-    /// they find each other.
+    /// Hosts whose [peers] lack its line. With etcd they find each other while they live; of one that is down they know
+    /// by that line alone.
     pub unknown_to: Vec<HostName>,
     /// Line for their configurations.
     pub line: String,
@@ -296,8 +296,7 @@ fn ask(
 }
 
 fn newcomer(config: &HostConfig, request: &Request) -> Joined {
-    let find_each_other = matches!(config.arbiter, Some(crate::config::ArbiterConfig::Etcd(_)));
-    let others = config.peers.keys().filter(|name| **name != request.name && !find_each_other);
+    let others = config.peers.keys().filter(|name| **name != request.name);
     Joined {
         name: request.name.clone(),
         addresses: request.listen.clone(),

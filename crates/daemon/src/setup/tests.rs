@@ -24,9 +24,12 @@ impl Site {
     }
 
     fn init(&self, name: &str) -> Plan {
+        self.init_with(name, ArbiterSettings::File { path: self.0.path().join("arbiter") })
+    }
+
+    fn init_with(&self, name: &str, arbiter: ArbiterSettings) -> Plan {
         let plan = self.plan(name);
-        let path = self.0.path().join("arbiter");
-        init(&plan, ArbiterSettings::File { path }).unwrap();
+        init(&plan, arbiter).unwrap();
         plan
     }
 }
@@ -103,8 +106,20 @@ fn a_host_with_an_authority_of_its_own_does_not_join_another() {
 fn a_third_host_is_told_of_all_and_who_does_not_know_it_is_told() {
     let site = Site::new();
     let a = site.init("a");
+    tell_of_a_third_host(&site, &a);
+}
+
+/// etcd forgets a host that is down.
+#[test]
+fn with_etcd_too_who_does_not_know_a_third_host_is_told() {
+    let site = Site::new();
+    let a = site.init_with("a", "http://127.0.0.1:9".parse().unwrap());
+    tell_of_a_third_host(&site, &a);
+}
+
+fn tell_of_a_third_host(site: &Site, a: &Plan) {
     for name in ["b", "c"] {
-        let (token, waiting) = invite(&a);
+        let (token, waiting) = invite(a);
         join_by(&site.plan(name), &token).unwrap();
         let told = waiting.join().unwrap().unwrap();
         let strangers = if name == "c" { vec![literal_name("b")] } else { vec![] };

@@ -143,7 +143,7 @@ impl Tls {
         if let Some(when) = near(material.authority_expires, AUTHORITY_NEAR_SECONDS) {
             problems.push(format!(
                 "the authority {} {when}, and with it every host's certificate: make another in its \
-                 time (docs/operating.md, \"Certificates\")",
+                 time (docs/operating.md, \"Changing things\")",
                 self.files.ca.display()
             ));
         }

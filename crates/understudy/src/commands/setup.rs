@@ -27,10 +27,12 @@ pub fn init(args: &InitArgs, json: bool) -> Result<Exit, Failure> {
     };
     let made = setup::init(&plan, arbiter)?;
     say(json, &made, || describe(&made))?;
+    // Whoever joins late, or never, keeps this host from nothing; its daemon hears of a new peer.
+    let finished = finish(&args.host, json)?;
     if !args.alone {
         invite_from(&args.host.dir, &args.invitation, args.host.start, json)?;
     }
-    finish(&args.host, json)
+    Ok(finished)
 }
 
 /// Invites a host.
@@ -75,7 +77,9 @@ fn welcome(joined: &Joined) -> String {
     if !joined.unknown_to.is_empty() {
         let names: Vec<&str> = joined.unknown_to.iter().map(HostName::as_str).collect();
         let (names, line) = (names.join(", "), &joined.line);
-        text += &format!("add it on {names}, too, to [peers] of their host.toml:\n\n  {line}\n\n");
+        text += &format!(
+            "add it on {names}, too, to [peers] of their host.toml, in place of an older line:\n\n  {line}\n\n"
+        );
     }
     text
 }

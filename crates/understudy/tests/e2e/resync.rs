@@ -9,7 +9,7 @@ use crate::stage::{
 };
 use anyhow::{Context, Result, ensure};
 use std::fs::File;
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use understudy_lab::scene::VM;
@@ -62,13 +62,24 @@ fn await_settled(scene: &Scene) -> Result<()> {
 /// Waits until the images of both hosts are the same, byte by byte: at the latest when
 /// the guest leaves its disk alone.
 fn await_equal_images(scene: &Scene) -> Result<()> {
-    let (a, b) = (scene.disk("a", 0)?, scene.disk("b", 0)?);
-    ensure!(a != b, "both hosts use {}", a.display());
-    wait_for("the images to be equal", LIMIT, || Ok(are_equal(&a, &b)?.then_some(())))
+    wait_for("the images to be equal", LIMIT, || {
+        // Asked each time: a mirror takes the name of the former image when the first copy is on the disks.
+        let (a, b) = (scene.disk("a", 0)?, scene.disk("b", 0)?);
+        ensure!(a != b, "both hosts use {}", a.display());
+        let (Some(a), Some(b)) = (if_there(&a)?, if_there(&b)?) else { return Ok(None) };
+        Ok(are_equal(a, b)?.then_some(()))
+    })
 }
 
-fn are_equal(a: &Path, b: &Path) -> Result<bool> {
-    let (mut a, mut b) = (File::open(a)?, File::open(b)?);
+fn if_there(image: &Path) -> Result<Option<File>> {
+    match File::open(image) {
+        Ok(file) => Ok(Some(file)),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error).with_context(|| format!("{}", image.display())),
+    }
+}
+
+fn are_equal(mut a: File, mut b: File) -> Result<bool> {
     if a.metadata()?.len() != b.metadata()?.len() {
         return Ok(false);
     }

@@ -5,7 +5,7 @@ use crate::stage::{LIMIT, options, refused, run};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::fs;
-use std::io::{BufRead, BufReader};
+use std::io::{self, BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use understudy_lab::{Lab, wait_for};
@@ -167,6 +167,26 @@ fn hosts_join_by_one_command_and_protect_vms() -> Result<()> {
     }
     let left = lab.leftovers()?;
     ensure!(left.is_empty(), "{left:?}");
+    Ok(())
+}
+
+/// `init --start` started nothing if nobody joined in time.
+#[test]
+fn a_host_is_ready_before_it_waits_for_another() -> Result<()> {
+    let lab = Lab::new(&["a"])?;
+    let a = Site { lab: &lab, name: "a" };
+    let address = lab.host_address("a")?.to_string();
+    let arbiter = lab.arbiter_directory().join("vms");
+    let arbiter = arbiter.to_string_lossy();
+    let init = ["--json", "init", "--name", "a", "--address", &address, "--arbiter", &arbiter];
+    let mut child = a.about(&init)?.stdout(Stdio::piped()).spawn()?;
+    let stdout = child.stdout.take().context("no output")?;
+    let _inviting = Process(child);
+    let read = |line: io::Result<String>| -> Result<Value> { Ok(serde_json::from_str(&line?)?) };
+    let said: Vec<Value> =
+        BufReader::new(stdout).lines().take(3).map(read).collect::<Result<_>>()?;
+    ensure!(said[0]["name"] == "a" && said[1]["next"].is_string(), "{said:?}");
+    ensure!(said[2]["join"].is_string(), "{said:?}");
     Ok(())
 }
 

@@ -23,8 +23,8 @@ use serde::Serialize;
 use std::thread;
 use std::time::Duration;
 use understudy_client::{Client, Exit, Failure, output};
-use understudy_lab::Scene;
 use understudy_lab::scene::{GuestKind, VM};
+use understudy_lab::{Scene, SceneOptions};
 use understudy_protocol::Policy;
 use understudy_report::{CheckpointTiming, ProtectRequest};
 
@@ -36,6 +36,8 @@ const WARM_UP: Duration = Duration::from_secs(2);
 pub struct Round {
     /// Load that ran in the guest.
     pub load: String,
+    /// Whether the VM had keepers.
+    pub keepers: bool,
     /// Checkpoints that were committed meanwhile.
     pub checkpoints: u64,
     /// Seconds that it took.
@@ -86,13 +88,39 @@ pub fn run(args: &BenchCheckpointArgs, json: bool) -> Result<Exit, Failure> {
         options.kind = GuestKind::Bench;
     }
     options.pinned = args.pinned;
-    let rounds = on_scene(options, |scene| measure(scene, args))
+    let rounds = measure_all(&options, args)
         .map_err(|error| Failure::internal(format!("the benchmark failed: {error:#}")))?;
     output::show(json, &rounds, |rounds| table::table(rounds))?;
     Ok(Exit::Ok)
 }
 
-fn measure(scene: &Scene, args: &BenchCheckpointArgs) -> Result<Vec<Round>> {
+fn measure_all(options: &SceneOptions, args: &BenchCheckpointArgs) -> Result<Vec<Round>> {
+    if !args.keepers {
+        return on_scene(options.clone(), |scene| measure(scene, args, args.rounds));
+    }
+    let kept = with_keepers(options.clone());
+    let mut rounds = Vec::new();
+    for _ in 0..args.rounds {
+        for (options, keepers) in [(options, false), (&kept, true)] {
+            let measured = on_scene(options.clone(), |scene| measure(scene, args, 1))?;
+            ensure!(
+                measured.iter().all(|round| round.keepers == keepers),
+                "the VM has other processes"
+            );
+            rounds.extend(measured);
+        }
+    }
+    Ok(rounds)
+}
+
+fn with_keepers(mut options: SceneOptions) -> SceneOptions {
+    for daemon in options.daemons.values_mut() {
+        daemon.settings.insert_str(0, "keepers = true\n");
+    }
+    options
+}
+
+fn measure(scene: &Scene, args: &BenchCheckpointArgs, rounds: u32) -> Result<Vec<Round>> {
     scene.start_guest("a")?;
     scene.await_guest()?;
     let primary = Client::new(scene.host("a")?.socket()).map_err(words)?;
@@ -103,7 +131,7 @@ fn measure(scene: &Scene, args: &BenchCheckpointArgs) -> Result<Vec<Round>> {
             workload.prepare(&bed)?;
             let bench = Bench::protect(scene, primary, args, None)?;
             let load = || Ok(Some(workload.run(&bed, Scale::Quick)?.value));
-            bench.rounds(workload.name(), load)
+            bench.rounds(workload.name(), rounds, load)
         }
         None => {
             let hz = args.hz;
@@ -118,7 +146,7 @@ fn measure(scene: &Scene, args: &BenchCheckpointArgs) -> Result<Vec<Round>> {
                 thread::sleep(span);
                 Ok(None)
             };
-            bench.rounds(&format!("{} pages", args.pages), load)
+            bench.rounds(&format!("{} pages", args.pages), rounds, load)
         }
     }
 }
@@ -126,6 +154,7 @@ fn measure(scene: &Scene, args: &BenchCheckpointArgs) -> Result<Vec<Round>> {
 struct Bench<'a> {
     primary: Client,
     processes: Vec<Process>,
+    keepers: bool,
     args: &'a BenchCheckpointArgs,
 }
 
@@ -139,21 +168,29 @@ impl<'a> Bench<'a> {
         let request = ProtectRequest { to: "b".to_owned(), policy, ..Default::default() };
         primary.protect(VM, &request).map_err(words)?;
         scene.await_protected("a", |_| ())?;
-        let qemu = primary.vm_status(VM).map_err(words)?.qemu_pid.context("there is no QEMU")?;
-        let processes = vec![
-            Process { name: "primary", pid: scene.host("a")?.pid() },
-            Process { name: "qemu", pid: qemu },
-            Process { name: "backup", pid: scene.host("b")?.pid() },
+        let status = primary.vm_status(VM).map_err(words)?;
+        let backup = Client::new(scene.host("b")?.socket()).map_err(words)?;
+        let backup = backup.vm_status(VM).map_err(words)?.keeper_pid;
+        let keepers = status.keeper_pid.is_some() && backup.is_some();
+        let daemons = [scene.host("a")?.pid(), scene.host("b")?.pid()];
+        let mut processes = vec![
+            Process { name: "primary", pid: status.keeper_pid.unwrap_or(daemons[0]) },
+            Process { name: "qemu", pid: status.qemu_pid.context("there is no QEMU")? },
+            Process { name: "backup", pid: backup.unwrap_or(daemons[1]) },
         ];
-        Ok(Bench { primary, processes, args })
+        if keepers {
+            processes.extend(daemons.map(|pid| Process { name: "daemons", pid }));
+        }
+        Ok(Bench { primary, processes, keepers, args })
     }
 
     fn rounds(
         &self,
         name: &str,
+        rounds: u32,
         mut load: impl FnMut() -> Result<Option<f64>>,
     ) -> Result<Vec<Round>> {
-        (0..self.args.rounds).map(|_| self.round(name, &mut load)).collect()
+        (0..rounds).map(|_| self.round(name, &mut load)).collect()
     }
 
     fn round(&self, name: &str, load: impl FnOnce() -> Result<Option<f64>>) -> Result<Round> {
@@ -185,6 +222,7 @@ impl<'a> Bench<'a> {
         };
         Ok(Round {
             load: name.to_owned(),
+            keepers: self.keepers,
             checkpoints,
             seconds: took.as_secs_f64(),
             pages: mean(|timing| timing.pages),
