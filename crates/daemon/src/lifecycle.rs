@@ -21,7 +21,7 @@ use understudy_replication::records::Record;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
 use understudy_session::primary::Event;
-use understudy_threads::{spawn, within};
+use understudy_threads::{lock, spawn, within};
 
 /// Time that a machine that has ended may take to be taken apart: what is recorded of it goes to
 /// stable storage. A peer with an offer waits for longer.
@@ -163,9 +163,17 @@ impl Host {
         vm.note_restore(restore);
     }
 
-    /// The VM should be protected and is not, for this reason; `remedy` is the
-    /// operator's, if it is not protected again without one.
-    pub(crate) fn degraded(
+    /// The VM should be protected and is not, for this reason, unless its operator has protected it meanwhile, or wants
+    /// no protection any more; `remedy` is his, if it is not protected again without one.
+    pub(crate) fn degraded(self: &Arc<Self>, vm: &Arc<PrimaryVm>, reason: String, remedy: &str) {
+        let _protecting = lock(&vm.protecting);
+        if vm.active_session().is_none() && vm.repairer.wish().is_some() {
+            self.begin_degraded(vm, reason, remedy);
+        }
+    }
+
+    /// The same of a VM of which nobody knows yet.
+    pub(crate) fn begin_degraded(
         self: &Arc<Self>,
         vm: &Arc<PrimaryVm>,
         mut reason: String,

@@ -141,14 +141,9 @@ impl Host {
         let left = alone.and_then(|()| self.leave(&vm, backup.clone(), daemon));
         drop((protecting, leaving));
         left.inspect_err(|error| {
-            if let Some(peer) = &backup
-                && vm.active_session().is_none()
-            {
-                let remedy = vm.repairer.wish().map_or_else(
-                    || format!("understudy protect {name} --to {peer}"),
-                    |wish| wish.command(name),
-                );
-                self.degraded(&vm, format!("its keeper is not replaced: {error}"), &remedy);
+            if let (Some(_), Some(wish)) = (&backup, vm.repairer.wish()) {
+                let reason = format!("its keeper is not replaced: {error}");
+                self.degraded(&vm, reason, &wish.command(name));
             }
         })
     }
