@@ -343,11 +343,8 @@ impl Host {
         if let Err(error) = noted {
             warn!(vm = %name, "{error}");
         }
-        let record = self.record(name).ok().flatten();
-        if let (Some(arbiter), Some(record)) = (&self.arbiter, record)
-            && let Err(error) = arbiter.release(name, record.image.generation)
-        {
-            warn!(vm = %name, "{error}");
+        if let Some(record) = self.record(name).ok().flatten() {
+            self.release(name, record.image.generation);
         }
         self.events.of(name).record(EventKind::Stopped { cut: true });
     }

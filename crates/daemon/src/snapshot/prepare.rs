@@ -203,7 +203,7 @@ impl Prepared {
         if let Err(error) = run() {
             self.machine.halt();
             host.end_restore(task.vm(), &task.id);
-            host.give_back(task.vm(), generation);
+            host.release(task.vm(), generation);
             return Err(error);
         }
         host.add_restored(self.machine.clone(), generation, &task.id);
