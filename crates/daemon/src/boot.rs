@@ -320,7 +320,7 @@ impl Host {
         }
         // It may have been taken back just now.
         if force && self.orphans.give_up(name) && !self.vms.has(name) {
-            return Ok(());
+            return self.end_given_up(name);
         }
         if self.forget_the_lost(name) {
             return Ok(());
