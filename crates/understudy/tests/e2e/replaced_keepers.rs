@@ -435,6 +435,36 @@ fn a_keeper_whose_disk_does_not_answer_stays() {
     });
 }
 
+/// It left its VM once it came to it, long after its operator had heard that it stays.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_keeper_that_comes_too_late_to_leaving_stays() {
+    let busy = Moment::new();
+    let mut options = with_keepers();
+    fail_at(&mut options, "a", &format!("impatient=return;{}", busy.action("change-medium", "")));
+    play(options, |scene| {
+        scene.protected_guest("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+        let before = answered(scene)?;
+        let medium = scene.host("a")?.begin(["vm", "medium", VM, "disk0", "--eject"])?;
+        busy.await_reached()?;
+        let words = refused(scene, "a", VM)?;
+        ensure!(words.contains("has not answered for 5 s"), "{words}");
+        busy.end()?;
+        medium.wait_with_output()?;
+        wait_for("the keeper to say that it stays", LIMIT, || {
+            let words = "the daemon does not wait for it any more";
+            Ok(log_of(scene, "a")?.contains(words).then_some(()))
+        })?;
+        ensure!(answered(scene)? == before, "another one");
+        let events = scene.host("a")?.call(["events", "--json"])?;
+        ensure!(!events.contains("while its keeper is replaced"), "it was unprotected: {events}");
+        scene.host_mut("a")?.kill_everything()?;
+        scene.await_live("b")?;
+        scene.host("b")?.call(["vm", "stop", VM, "--force"]).map(drop)
+    });
+}
+
 #[test]
 fn a_keeper_is_not_replaced_where_that_would_lose_something() {
     play(with_keepers(), |scene| {
