@@ -338,7 +338,7 @@ impl Host {
         }
         // It may have been taken back just now.
         if force && self.orphans.give_up(name) && !self.vms.has(name) {
-            return Ok(());
+            return self.end_given_up(name);
         }
         if self.forget_the_lost(name) {
             return Ok(());
@@ -395,22 +395,23 @@ impl Host {
         off
     }
 
-    /// Ends protection in lockstep, and gives the command that begins it again: the power button is
-    /// no part of the log, and a backup that follows it would diverge.
+    /// Notes that its operator has the VM end, ends protection in lockstep, and gives the command that begins it again:
+    /// the power button is no part of the log, and a backup that follows it would diverge.
     fn leave_lockstep(&self, vm: &PrimaryVm) -> Result<Option<String>, HostError> {
         let _protecting = lock(&vm.protecting);
+        // From here on nobody protects it: see `check_not_ending`.
+        vm.ask_for_end(EndAsked::ByOperator);
         let follows = |session: &Arc<primary::Session>| session.mode() == Mode::Lockstep;
         let Some(session) = vm.active_session().filter(follows) else { return Ok(None) };
         // Nor is another backup looked for while the guest may be about to end.
         vm.repairer.ended();
-        self.end_protection(vm)?;
+        self.end_protection(vm).inspect_err(|_| vm.goes_on_unasked())?;
         Ok(Some(session.membership().remedy()))
     }
 
     fn ask_to_power_off(&self, vm: &PrimaryVm) -> Result<(), HostError> {
         let (name, bound) = (vm.name(), self.config.power_off_timeout.max(POWER_OFF_TIMEOUT));
         info!(vm = %name, "its operator has it power off");
-        vm.ask_for_end(EndAsked::ByOperator);
         let pressed = self.press_and_wait(vm, bound);
         if let Err(StillOn::NotAsked(_) | StillOn::TimeIsOver) = pressed {
             vm.goes_on_unasked();

@@ -13,6 +13,7 @@ use tracing::warn;
 use understudy_protocol::{GroupName, VmName};
 use understudy_protocol::{Output, Policy};
 use understudy_replication::membership::{GroupMembers, MOST_MEMBERS, Member, Membership};
+use understudy_replication::moments::pass;
 use understudy_replication::primary;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
@@ -72,13 +73,19 @@ impl Host {
     ) -> Result<(), HostError> {
         let _protecting = self.protecting.lock();
         let wish = self.still_wanted(leader)?;
-        let Some(members) = wish.group else {
+        let Some(members) = &wish.group else {
             let message = format!("{} is in no group any more", leader.name());
             return Err(HostError::new(ErrorKind::Conflict, message));
         };
-        let vms = self.own_members(&members)?;
+        let vms = self.own_members(members)?;
+        pass("protect-group-again");
         let _nobody_else: Vec<_> = vms.iter().map(|vm| lock(&vm.protecting)).collect();
-        self.begin_group(&vms, &members, ProtectRequest { to: to.to_owned(), ..wish.request })
+        // Before all of them were held the operator may have decided otherwise.
+        if self.still_wanted(leader)? != wish {
+            let message = format!("{} is to be protected in another way by now", leader.name());
+            return Err(HostError::new(ErrorKind::Conflict, message));
+        }
+        self.begin_group(&vms, members, ProtectRequest { to: to.to_owned(), ..wish.request })
     }
 
     /// Begins the protection of all members, or of none.

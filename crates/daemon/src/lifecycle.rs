@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
+use understudy_arbiter::{Arbiter, Unreachable};
 use understudy_machine::disk_error::RETRY_INTERVAL;
 use understudy_machine::{Machine, MachineEvent, OnEvent, Plan};
 use understudy_protocol::VmName;
@@ -21,7 +22,7 @@ use understudy_replication::records::Record;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
 use understudy_session::primary::Event;
-use understudy_threads::{spawn, within};
+use understudy_threads::{lock, spawn, within};
 
 /// Time that a machine that has ended may take to be taken apart: what is recorded of it goes to
 /// stable storage. A peer with an offer waits for longer.
@@ -163,9 +164,17 @@ impl Host {
         vm.note_restore(restore);
     }
 
-    /// The VM should be protected and is not, for this reason; `remedy` is the
-    /// operator's, if it is not protected again without one.
-    pub(crate) fn degraded(
+    /// The VM should be protected and is not, for this reason, unless its operator has protected it meanwhile, or wants
+    /// no protection any more; `remedy` is his, if it is not protected again without one.
+    pub(crate) fn degraded(self: &Arc<Self>, vm: &Arc<PrimaryVm>, reason: String, remedy: &str) {
+        let _protecting = lock(&vm.protecting);
+        if vm.active_session().is_none() && vm.repairer.wish().is_some() {
+            self.begin_degraded(vm, reason, remedy);
+        }
+    }
+
+    /// The same of a VM of which nobody knows yet.
+    pub(crate) fn begin_degraded(
         self: &Arc<Self>,
         vm: &Arc<PrimaryVm>,
         mut reason: String,
@@ -431,29 +440,44 @@ impl Host {
     }
 
     fn forget_primary(&self, vm: &PrimaryVm, cut: bool) {
-        self.release(vm);
+        self.release(vm.name(), vm.generation());
         vm.events.record(EventKind::Stopped { cut });
         self.vms.remove(vm.name());
     }
 
-    /// Gives the VM up at the arbiter, if that answers: its end is one without that, too.
-    fn release(&self, vm: &PrimaryVm) {
+    /// Gives a VM up at the arbiter, if that answers: its end is one without that, too.
+    pub(crate) fn release(&self, vm: &VmName, generation: Generation) {
+        self.release_by(vm, move |arbiter, vm| arbiter.release(vm, generation));
+    }
+
+    /// The same if the VM is this host's at that generation.
+    pub(crate) fn release_own(&self, vm: &VmName, generation: Generation) {
+        self.release_by(vm, move |arbiter, vm| match arbiter.owns(vm, generation)? {
+            true => arbiter.release(vm, generation),
+            false => Ok(()),
+        });
+    }
+
+    fn release_by(
+        &self,
+        vm: &VmName,
+        release: impl FnOnce(&Arbiter, &VmName) -> Result<(), Unreachable> + Send + 'static,
+    ) {
         let Some(arbiter) = self.arbiter.clone() else { return };
-        let (name, generation) = (vm.name().clone(), vm.generation());
+        let name = vm.clone();
         let release = move || {
             // A fail point, for an arbiter whose storage hangs.
             fail::fail_point!("release");
-            arbiter.release(&name, generation)
+            release(&arbiter, &name)
         };
-        let name = vm.name();
         let until = Instant::now() + RELEASED_WITHIN;
-        let obstacle = match bounded::by(until, format!("release-{name}"), release) {
+        let obstacle = match bounded::by(until, format!("release-{vm}"), release) {
             Ok(Some(Ok(()))) => return,
             Ok(Some(Err(error))) => error.to_string(),
             Ok(None) => format!("it has not answered within {} s", RELEASED_WITHIN.as_secs()),
             Err(error) => format!("it cannot be asked: no thread: {error}"),
         };
-        warn!(vm = %name, "has ended, which the arbiter does not know: {obstacle}");
+        warn!(%vm, "has ended here, which the arbiter does not know: {obstacle}");
     }
 }
 

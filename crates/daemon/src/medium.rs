@@ -14,6 +14,7 @@ use understudy_qemu::definition::{DiskDefinition, DiskFormat};
 use understudy_replication::medium::{
     Medium as Wanted, MediumFile, MediumRefused, hash_of, is_locked, placeholder,
 };
+use understudy_replication::moments::pass;
 use understudy_replication::resync;
 use understudy_report::error::{ErrorKind, HostError, cannot};
 use understudy_report::events::EventKind;
@@ -52,6 +53,7 @@ impl Host {
     ) -> Result<VmStatus, HostError> {
         let vm = self.going_primary(name)?;
         let _protecting = lock(&vm.protecting);
+        pass("change-medium");
         let machine = vm.machine();
         self.check_changeable(&vm, &machine, &request)?;
         let invalid = |error: anyhow::Error| {

@@ -370,11 +370,8 @@ impl Host {
         }
         let generation = self.record(vm).ok().flatten().map(|record| record.image.generation);
         self.end_dead_restore(vm);
-        if let (Some(arbiter), Some(generation)) = (&self.arbiter, generation)
-            && arbiter.owns(vm, generation) == Ok(true)
-            && let Err(error) = arbiter.release(vm, generation)
-        {
-            warn!(%vm, "{error}");
+        if let Some(generation) = generation {
+            self.release_own(vm, generation);
         }
         self.orphans.remove(vm);
         true
@@ -480,10 +477,8 @@ impl Host {
             warn!(%vm, "{error}");
         }
         self.end_dead_restore(vm);
-        if let (true, Some(arbiter)) = (released, &self.arbiter) {
-            if let Err(error) = arbiter.release(vm, *generation) {
-                warn!(%vm, "{error}");
-            }
+        if released {
+            self.release(vm, *generation);
         }
         if let Some(reason) = lost {
             warn!(%vm, "{reason}");

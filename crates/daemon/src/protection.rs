@@ -5,7 +5,7 @@ use crate::hand_back;
 use crate::host::{Host, failed, internal};
 use crate::lifecycle::check_goes_on;
 use crate::repair::{self, Wish};
-use crate::vm::{PrimaryVm, Vm};
+use crate::vm::{EndAsked, PrimaryVm, Vm};
 use std::sync::Arc;
 use std::time::Duration;
 use understudy_machine::Machine;
@@ -133,6 +133,7 @@ impl Host {
     pub(crate) fn check_protectable(&self, vm: &PrimaryVm) -> Result<(), HostError> {
         let name = vm.name();
         check_goes_on(vm)?;
+        self.check_not_ending(vm)?;
         if let Some(session) = vm.active_session() {
             let message = format!(
                 "{name} is protected to {} already: run `understudy unprotect {name}` first",
@@ -158,6 +159,21 @@ impl Host {
             Some(problem) => Err(HostError::new(ErrorKind::Invalid, problem.clone())),
             None => Ok(()),
         }
+    }
+
+    /// Refuses to protect what is about to end: a backup would not hear of its power button, or take over what was stopped.
+    pub(crate) fn check_not_ending(&self, vm: &PrimaryVm) -> Result<(), HostError> {
+        let name = vm.name();
+        let message = match vm.end_asked() {
+            None => return Ok(()),
+            Some(EndAsked::ByOperator) => format!(
+                "{name} is being stopped: if it still runs when `understudy vm stop {name}` has ended, try again"
+            ),
+            Some(EndAsked::ByDaemon) => {
+                format!("{name} is being stopped: host {} is shutting down", self.config.name)
+            }
+        };
+        Err(HostError::new(ErrorKind::Conflict, message))
     }
 
     /// Begins the protection of the member of a group at this place.

@@ -207,7 +207,7 @@ fn end(
                 true => format!("came over from {former} as planned"),
                 false => format!("took over: {reason}"),
             };
-            host.degraded(&vm, reason, &membership.remedy());
+            host.begin_degraded(&vm, reason, &membership.remedy());
             // Not before it is known: for a moment its protection would seem not to be wanted.
             host.show_primary(&vm);
             host.join_cluster(&machine, generation);

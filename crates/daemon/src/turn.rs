@@ -86,6 +86,7 @@ impl Host {
         request: &ProtectRequest,
     ) -> Result<ProtectRequest, HostError> {
         let name = vm.name();
+        self.check_not_ending(vm)?;
         if session.membership().name.is_some() {
             return Err(refusal(&format!(
                 "{name} is protected with others of its group, which get checkpoints: run \

@@ -65,7 +65,10 @@ struct PrimaryState {
     restoring: bool,
     /// How it was to be protected when it ran last, until somebody says what shall be now.
     former_wish: Option<Wish>,
-    end_asked: Option<EndAsked>,
+    /// Number of its operator's orders to end it that are under way.
+    stops: u32,
+    /// Whether the daemon ends it.
+    ends_with_daemon: bool,
 }
 
 /// Who has asked for a VM's end.
@@ -108,7 +111,8 @@ impl PrimaryVm {
             degraded: None,
             restoring: false,
             former_wish: None,
-            end_asked: None,
+            stops: 0,
+            ends_with_daemon: false,
         };
         PrimaryVm {
             name,
@@ -146,19 +150,24 @@ impl PrimaryVm {
     /// Notes who asks for its end now; its operator's wish counts before the daemon's.
     pub(crate) fn ask_for_end(&self, asked: EndAsked) {
         let mut state = lock(&self.state);
-        if state.end_asked != Some(EndAsked::ByOperator) {
-            state.end_asked = Some(asked);
+        match asked {
+            EndAsked::ByOperator => state.stops += 1,
+            EndAsked::ByDaemon => state.ends_with_daemon = true,
         }
     }
 
-    /// Notes that its operator was told that it goes on.
+    /// Notes that its operator, who has asked for its end, was told that it goes on.
     pub(crate) fn goes_on_unasked(&self) {
-        lock(&self.state).end_asked = None;
+        lock(&self.state).stops -= 1;
     }
 
     /// Who has asked for its end; none if it ends by itself.
     pub(crate) fn end_asked(&self) -> Option<EndAsked> {
-        lock(&self.state).end_asked
+        let state = lock(&self.state);
+        match state.stops {
+            0 => state.ends_with_daemon.then_some(EndAsked::ByDaemon),
+            1.. => Some(EndAsked::ByOperator),
+        }
     }
 
     /// Whether it is being left to the next keeper.
@@ -260,10 +269,14 @@ impl PrimaryVm {
         matches!(self.status().protection, Protection::Degraded { .. })
     }
 
-    /// The operator wants no protection: its lack is no degradation any more.
+    /// The operator wants no protection: its lack is no degradation any more. Protection that is under way stays known.
     pub fn accept_unprotected(&self) {
+        let over = self.session().filter(|session| session.is_over());
         let mut state = lock(&self.state);
-        if let Some(session) = state.session.take() {
+        if let Some(session) = state
+            .session
+            .take_if(|session| over.as_ref().is_some_and(|over| Arc::ptr_eq(over, session)))
+        {
             state.generation = session.generation();
         }
         state.degraded = None;

@@ -30,6 +30,7 @@ use understudy_protocol::adoption::{Adoptable, by_arbiter, may_adopt};
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{Generation, HostName, LeaseAnswer, VmName};
 use understudy_qemu::process::{has_ended, pidfd_of, signal};
+use understudy_replication::moments::pass;
 use understudy_replication::records::Record;
 use understudy_replication::resync;
 use understudy_report::error::{ErrorKind, HostError};
@@ -261,6 +262,7 @@ impl Host {
         self.presences_of(vm, &machine);
         let primary = self.new_primary(machine.clone(), *generation, wish_of(record));
         die_in_a_test("adopt");
+        pass("adopting");
         match granted(by_arbiter(self.resume_lease(&primary))) {
             Ok(_) => Ok(primary),
             Err(NotAdopted::Lost(why)) => Err(NotAdopted::Lost(why)),

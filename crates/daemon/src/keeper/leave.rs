@@ -131,6 +131,8 @@ impl Host {
         let leaving = Leaving::begin(&vm)?;
         let protecting = lock(&vm.protecting);
         self.check_leavable(name, reads)?;
+        // That may have taken long, and what comes now costs the backup.
+        check_awaited(name, daemon)?;
         // Nothing that takes long is found out only when the guest stands still.
         self.prove_ours(&vm)?;
         // While a backup has what they may have lost.
@@ -141,14 +143,9 @@ impl Host {
         let left = alone.and_then(|()| self.leave(&vm, backup.clone(), daemon));
         drop((protecting, leaving));
         left.inspect_err(|error| {
-            if let Some(peer) = &backup
-                && vm.active_session().is_none()
-            {
-                let remedy = vm.repairer.wish().map_or_else(
-                    || format!("understudy protect {name} --to {peer}"),
-                    |wish| wish.command(name),
-                );
-                self.degraded(&vm, format!("its keeper is not replaced: {error}"), &remedy);
+            if let (Some(_), Some(wish)) = (&backup, vm.repairer.wish()) {
+                let reason = format!("its keeper is not replaced: {error}");
+                self.degraded(&vm, reason, &wish.command(name));
             }
         })
     }
@@ -215,6 +212,7 @@ impl Host {
             stay(&machine);
             return Err(lost_writes(vm.name(), disk, "it has just failed to sync"));
         }
+        check_awaited(vm.name(), daemon).inspect_err(|_| stay(&machine))?;
         // From here on it is the next keeper's.
         machine.leave_to_next();
         custody.leave();
@@ -240,6 +238,18 @@ impl Host {
         let legacy = Legacy::new(vm.generation(), backup, note);
         let directory = self.vm_directory(vm.name())?;
         Custody::begin(&legacy::socket(&directory), &legacy, &descriptors)
+    }
+}
+
+/// Refuses if the daemon has told its operator that the VM stays, and the next keeper to end.
+fn check_awaited(vm: &VmName, daemon: &UnixStream) -> Result<(), HostError> {
+    match order::has_hung_up(daemon) {
+        true => {
+            let message =
+                format!("{vm} stays in its keeper: the daemon does not wait for it any more");
+            Err(conflict(message))
+        }
+        false => Ok(()),
     }
 }
 

@@ -59,6 +59,7 @@ pub enum Order {
 impl Order {
     /// Time that whoever gave it waits: a keeper that has not answered by then hangs.
     fn patience(self) -> Duration {
+        fail::fail_point!("impatient", |_| PATIENCE_FOR_A_WORD);
         match self {
             Order::ComeUp | Order::Recover(_) => LONGEST_LEASE + PATIENCE,
             Order::Restore | Order::Stop | Order::Leave(_) | Order::Adopt => PATIENCE,
@@ -336,7 +337,7 @@ fn hold_in_a_test() -> Result<(), HostError> {
 }
 
 /// Whether nobody is there any more who waits for an answer.
-fn has_hung_up(daemon: &UnixStream) -> bool {
+pub(super) fn has_hung_up(daemon: &UnixStream) -> bool {
     let mut ends = [PollFd::new(daemon.as_fd(), PollFlags::empty())];
     let seen = poll(&mut ends, PollTimeout::ZERO).is_ok_and(|ready| ready > 0);
     seen && ends[0].revents().is_some_and(|events| events.contains(PollFlags::POLLHUP))

@@ -177,7 +177,8 @@ impl Host {
         let arrival = self.expect_next(name)?;
         // What is refused is refused before there is another process.
         keeper.check_leaves()?;
-        let between = self.orphans.expect_keeper(name);
+        // Whoever gives it up meanwhile ends it then: see `end_given_up`.
+        let _between = self.orphans.expect_keeper(name);
         let mut next = self.start_next(name)?;
         let left = match next.await_ready() {
             Ok(reads) => keeper.obey(name, &Order::Leave(reads)),
@@ -187,10 +188,6 @@ impl Host {
             && self.still_keeps(&keeper, &error)
         {
             next.dismiss();
-            // Its operator may have ended it meanwhile.
-            if between.is_given_up() {
-                self.stop_in_keeper(name)?;
-            }
             return Err(error);
         }
         match next.await_adoption() {
@@ -202,10 +199,7 @@ impl Host {
                     still_ms: adopted.still_ms,
                 };
                 self.keep_place(Follower::New(next.process), arrival);
-                match between.is_given_up() {
-                    true => self.stop_in_keeper(name).map(|()| replacement),
-                    false => Ok(replacement),
-                }
+                Ok(replacement)
             }
             Err(not_taken) => {
                 next.end();
@@ -329,6 +323,17 @@ impl Host {
         }
     }
 
+    /// Ends a guest that its operator has given up while it was between two keepers, and is no more: whichever of them has
+    /// it, or its custodian.
+    pub(crate) fn end_given_up(&self, name: &VmName) -> Result<(), HostError> {
+        let stopped = self.stop_in_keeper(name);
+        if !self.is_left(name) {
+            return stopped;
+        }
+        self.end_left_guest(name);
+        Ok(())
+    }
+
     /// Ends a guest that stands still with its custodian, by its operator's wish.
     fn end_left_guest(&self, name: &VmName) {
         let socket = legacy::socket(&name.below(&self.config.state_dir));
@@ -343,11 +348,8 @@ impl Host {
         if let Err(error) = noted {
             warn!(vm = %name, "{error}");
         }
-        let record = self.record(name).ok().flatten();
-        if let (Some(arbiter), Some(record)) = (&self.arbiter, record)
-            && let Err(error) = arbiter.release(name, record.image.generation)
-        {
-            warn!(vm = %name, "{error}");
+        if let Some(record) = self.record(name).ok().flatten() {
+            self.release(name, record.image.generation);
         }
         self.events.of(name).record(EventKind::Stopped { cut: true });
     }

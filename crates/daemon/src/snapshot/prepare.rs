@@ -213,11 +213,7 @@ impl Prepared {
         if let Err(error) = run() {
             self.machine.halt();
             host.end_restore(task.vm(), &task.id);
-            if let Some(arbiter) = &host.arbiter {
-                if let Err(error) = arbiter.release(task.vm(), generation) {
-                    warn!(vm = %task.vm(), "{error}");
-                }
-            }
+            host.release(task.vm(), generation);
             return Err(error);
         }
         host.add_restored(self.machine.clone(), generation, &task.id);

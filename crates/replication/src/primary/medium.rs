@@ -8,6 +8,7 @@ use crate::messages::{Piece, ToBackup};
 use anyhow::bail;
 use crossbeam_channel::RecvTimeoutError;
 use std::time::{Duration, Instant};
+use understudy_protocol::{HostName, PrimaryPhase};
 use understudy_threads::lock;
 
 /// Time that a backup may take to read a medium: a DVD from a slow disk.
@@ -55,10 +56,8 @@ impl Session {
         let committed =
             self.wait_for_phase(COMMIT_TIMEOUT, |_| self.has_committed(epoch) || self.is_over());
         changed?;
-        match committed {
-            Ok(_) => Ok(()),
-            Err(phase) => bail!("it is changed here, and not committed: {phase:?}"),
-        }
+        let (Ok(phase) | Err(phase)) = committed;
+        check_kept(self.has_committed(epoch), &phase, &self.peer)
     }
 
     fn ask_for_medium(&self, medium: &Medium) -> anyhow::Result<()> {
@@ -86,5 +85,37 @@ impl Session {
                 return Err(MediumRefused(why).into());
             }
         }
+    }
+}
+
+/// Checks that the guest has its new medium wherever it goes on: its backup has it, or there is none any more.
+fn check_kept(has_committed: bool, phase: &PrimaryPhase, peer: &HostName) -> anyhow::Result<()> {
+    match phase {
+        _ if has_committed => Ok(()),
+        PrimaryPhase::Alone(_) => Ok(()),
+        PrimaryPhase::Halted(reason) => bail!(
+            "this copy has ended ({reason}), and if host {peer} runs the VM it has the medium of before: change it there"
+        ),
+        phase => bail!("it is changed here, and not yet on host {peer}: {phase}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use understudy_protocol::literal;
+
+    /// Its operator heard that it was changed, and the VM ran on the other host with the former one.
+    #[test]
+    fn a_medium_that_only_a_copy_had_that_is_over_is_not_said_to_be_changed() {
+        let b = literal("b");
+        let words = |phase| check_kept(false, &phase, &b).map_err(|error| error.to_string());
+        let halted = || PrimaryPhase::Halted("host b has it".to_owned());
+        let lost = words(halted()).unwrap_err();
+        assert!(lost.contains("if host b runs the VM it has the medium of before"), "{lost}");
+        let late = words(PrimaryPhase::Contesting("it is silent".to_owned())).unwrap_err();
+        assert!(late.contains("not yet on host b"), "{late}");
+        assert_eq!(words(PrimaryPhase::Alone(Some("it is silent".to_owned()))), Ok(()));
+        assert!(check_kept(true, &halted(), &b).is_ok(), "it went over with the guest");
     }
 }

@@ -3,6 +3,8 @@
 //! move together, both connections live on, and neither guest knows of anything
 //! that the other has forgotten.
 
+use crate::cluster_deaths::Moment;
+use crate::refusals::log_of;
 use crate::stage::{
     Calm, LIMIT, PACE, alone, await_forgotten, await_service, close, daemon_passing, fail_over,
     hand_over, options, play, protection, prove_disk, refusal, repairing_daemon, vms,
@@ -217,6 +219,35 @@ fn a_group_is_protected_again_by_itself() {
         await_service(&client)?;
         scene.host_mut("b")?.kill_everything()?;
         prove_survival(scene, client, inner, "a")
+    });
+}
+
+/// What is wanted had been read before: it was protected again.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_group_that_is_unprotected_as_it_is_about_to_be_protected_again_stays_so() {
+    let again = Moment::new();
+    let mut options = repairing();
+    let point = ("FAILPOINTS".to_owned(), again.action("protect-group-again", ""));
+    options.daemons.get_mut("a").expect("a host a").environment.push(point);
+    play_group_with(options, |scene, client, inner| {
+        inner.stop()?;
+        scene.host_mut("b")?.kill_everything()?;
+        scene.restart("b")?;
+        again.await_reached()?;
+        scene.host("a")?.call(["unprotect", VM])?;
+        again.end()?;
+        wait_for("the repair to end", LIMIT, || {
+            let words = "nobody wants it protected any more";
+            Ok(log_of(scene, "a")?.contains(words).then_some(()))
+        })?;
+        for vm in BOTH {
+            let status = scene.host("a")?.status(vm)?;
+            ensure!(protection(&status).0 == "off", "{vm} is protected again: {status}");
+        }
+        await_forgotten(scene, "b")?;
+        await_service(&client)?;
+        prove_disk(scene, "a", close(client)?)
     });
 }
 

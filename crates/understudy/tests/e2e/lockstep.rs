@@ -12,7 +12,7 @@ use crate::resync::protect_again;
 use crate::stage::{
     Calm, LIMIT, LOAD_PACE, PACE, await_degraded, await_forgotten, await_service, close,
     daemon_passing, hand_over, options, play, play_protected, prove_disk, prove_survival, refusal,
-    repairing_daemon,
+    refused, repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{self, Signal};
@@ -330,6 +330,30 @@ fn a_guest_that_ignores_its_power_button_stays_in_lockstep() {
         ensure!(!events.contains("diverged"), "{events}");
         await_service(&client)?;
         scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+/// A stop whose time was over forgot the protection that was begun meanwhile: that went on, and nothing could end it.
+#[test]
+fn while_a_vm_is_being_stopped_it_is_not_protected_and_that_it_is_not_to_be_counts() {
+    play_protected(lockstep(), |scene, client| {
+        in_lockstep(scene, "a")?;
+        let killed = scene.shell()?.run("killall acpid")?;
+        ensure!(killed.code == 0, "{killed:?}");
+        let host = scene.host("a")?;
+        let stop = host.begin(["vm", "stop", VM])?;
+        await_forgotten(scene, "b")?;
+        let (_, words) = refusal(host, &["protect", VM, "--to", "b", "--no-wait"])?;
+        ensure!(words.contains("is being stopped"), "{words}");
+        host.call(["unprotect", VM])?;
+        let (_, words) = refused(&stop.wait_with_output()?, "vm stop")?;
+        ensure!(words.contains("has not powered off"), "{words}");
+        let status = scene.status("a")?;
+        ensure!(status["protection"]["state"] == "off", "{status}");
+        scene.protect("a", "b")?;
+        in_lockstep(scene, "a")?;
+        hand_over(scene.host("a")?, VM)?;
         prove_survival(scene, client, "b")
     });
 }

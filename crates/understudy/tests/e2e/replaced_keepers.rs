@@ -1,5 +1,6 @@
 //! Keepers that are replaced while their guests run: by hand, by another program, and by one that dies.
 
+use crate::cluster_deaths::Moment;
 use crate::keepers::{Kept, begin, kept, with_keepers};
 use crate::refusals::log_of;
 use crate::sick_disks::Failing;
@@ -13,6 +14,8 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
 use tempfile::TempDir;
 use understudy_lab::scene::VM;
 use understudy_lab::{ArbiterKind, HostOptions, Scene, SceneOptions, wait_for};
@@ -144,6 +147,13 @@ impl Dying {
     }
 }
 
+/// Has what passes a fail point on host a pass these, too.
+fn pass_too(options: &mut SceneOptions, points: &str) {
+    let daemon = options.daemons.get_mut("a").expect("a host a");
+    let (_, passed) = daemon.environment.last_mut().expect("a fail point");
+    *passed += &format!(";{points}");
+}
+
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_next_keeper_that_dies_before_the_last_has_left_changes_nothing() {
@@ -218,6 +228,45 @@ fn a_guest_that_stands_still_between_two_keepers_is_ended_by_its_operator() {
         // Its place is free.
         scene.start_guest("a")?;
         scene.await_guest()?;
+        stop(scene)
+    });
+}
+
+/// That it is to end was forgotten with the wait for its next keeper, and it went on.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_guest_that_its_operator_ends_while_a_further_keeper_takes_it_up_does_not_go_on() {
+    let (dying, mut options) = Dying::at("adopt").expect("a file");
+    let adopting = Moment::new();
+    pass_too(&mut options, &adopting.action("adopting", ""));
+    play(options, |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        scene.host("a")?.cli(["upgrade", "--keepers", VM])?;
+        await_standstill(scene)?;
+        dying.no_more()?;
+        adopting.await_reached()?;
+        let stop = scene.host("a")?.begin(["vm", "stop", VM, "--force"])?;
+        // It is given up, and waited for.
+        thread::sleep(Duration::from_secs(2));
+        adopting.end()?;
+        let output = stop.wait_with_output()?;
+        ensure!(output.status.success(), "{output:?}");
+        await_forgotten(scene, "a")
+    });
+}
+
+/// It was never said to have ended: whoever ends it waited for the arbiter without a bound.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_guest_that_stands_still_between_two_keepers_is_ended_while_the_arbiter_hangs() {
+    let (_dying, mut options) = Dying::at("adopt").expect("a file");
+    pass_too(&mut options, "release=sleep(600000)");
+    play(options, |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        scene.host("a")?.cli(["upgrade", "--keepers", VM])?;
+        await_standstill(scene)?;
         stop(scene)
     });
 }
@@ -383,6 +432,36 @@ fn a_keeper_whose_disk_does_not_answer_stays() {
         scene.await_guest()?;
         replace(scene)?;
         stop(scene)
+    });
+}
+
+/// It left its VM once it came to it, long after its operator had heard that it stays.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_keeper_that_comes_too_late_to_leaving_stays() {
+    let busy = Moment::new();
+    let mut options = with_keepers();
+    fail_at(&mut options, "a", &format!("impatient=return;{}", busy.action("change-medium", "")));
+    play(options, |scene| {
+        scene.protected_guest("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+        let before = answered(scene)?;
+        let medium = scene.host("a")?.begin(["vm", "medium", VM, "disk0", "--eject"])?;
+        busy.await_reached()?;
+        let words = refused(scene, "a", VM)?;
+        ensure!(words.contains("has not answered for 5 s"), "{words}");
+        busy.end()?;
+        medium.wait_with_output()?;
+        wait_for("the keeper to say that it stays", LIMIT, || {
+            let words = "the daemon does not wait for it any more";
+            Ok(log_of(scene, "a")?.contains(words).then_some(()))
+        })?;
+        ensure!(answered(scene)? == before, "another one");
+        let events = scene.host("a")?.call(["events", "--json"])?;
+        ensure!(!events.contains("while its keeper is replaced"), "it was unprotected: {events}");
+        scene.host_mut("a")?.kill_everything()?;
+        scene.await_live("b")?;
+        scene.host("b")?.call(["vm", "stop", VM, "--force"]).map(drop)
     });
 }
 
