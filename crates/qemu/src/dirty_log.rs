@@ -1,7 +1,6 @@
 //! QEMU's dirty log, through the agent inside it: what a guest on KVM has written.
 
 use crate::pause::{AgentPauser, GLANCE, PauseError, has_ended};
-use nix::unistd::write;
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 use std::time::Instant;

@@ -13,7 +13,6 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::Duration;
-use tracing::warn;
 use understudy_cluster::Stopped;
 use understudy_cluster::boot_files::BootFiles;
 use understudy_cluster::disk_fill::DiskFiller;
