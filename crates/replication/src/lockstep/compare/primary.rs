@@ -257,9 +257,19 @@ fn condemn(session: &Session, report: &ComparisonReport) {
         words(&report.differences)
     );
     warn!(vm = %session.vm, "{reason}");
-    // First: the backup may never hear it.
     session.diverge();
-    session.note_distrust();
+    // Neither waits for the other: the backup may never hear it, and this host's disk may never answer.
+    thread::scope(|scope| {
+        let noting = thread::Builder::new().name("distrust".to_owned());
+        let noting = noting.spawn_scoped(scope, || session.note_distrust());
+        tell(session, reason);
+        if noting.is_err() {
+            session.note_distrust();
+        }
+    });
+}
+
+fn tell(session: &Session, reason: String) {
     fail::fail_point!("condemn", |_| ());
     // If it cannot be sent the receiving thread finds out why.
     let _ = session.say(&ToBackup::Condemn(reason));
