@@ -27,35 +27,21 @@ impl Ending {
         }
     }
 
+    /// Reads each line by itself: what is wrong in others hides neither field.
     fn of(text: &[u8]) -> Ending {
-        let table = readable(&String::from_utf8_lossy(text));
-        let state_dir = table.get("state_dir").and_then(toml::Value::as_str).map(PathBuf::from);
-        let seconds = table.get("shutdown").and_then(|shutdown| shutdown.get("power_off_seconds"));
+        let text = String::from_utf8_lossy(text);
+        let lines: Vec<toml::Table> = text.lines().filter_map(|line| line.parse().ok()).collect();
+        let first = |find: fn(&toml::Table) -> Option<&toml::Value>| lines.iter().find_map(find);
+        let state_dir = first(|line| line.get("state_dir")).and_then(toml::Value::as_str);
+        let state_dir = state_dir.map(PathBuf::from).filter(|path| path.is_absolute());
+        let seconds = first(|line| {
+            line.get("shutdown").map_or(Some(line), toml::Value::as_table)?.get("power_off_seconds")
+        });
         let seconds = seconds.and_then(toml::Value::as_integer).map(u64::try_from);
         let seconds = seconds.and_then(Result::ok).filter(|it| POWER_OFF_SECONDS.contains(it));
         Ending {
-            state_dir: state_dir
-                .filter(|path| path.is_absolute())
-                .unwrap_or_else(|| DEFAULT_STATE_DIR.into()),
+            state_dir: state_dir.unwrap_or_else(|| DEFAULT_STATE_DIR.into()),
             power_off_timeout: Duration::from_secs(seconds.unwrap_or(DEFAULT_POWER_OFF_SECONDS)),
-        }
-    }
-}
-
-/// What of a text is TOML: without each line that keeps it from being that.
-fn readable(text: &str) -> toml::Table {
-    let mut lines: Vec<&str> = text.lines().collect();
-    loop {
-        let text = lines.join("\n");
-        match text.parse::<toml::Table>() {
-            Ok(table) => return table,
-            // Nothing is TOML.
-            Err(_) if lines.is_empty() => return toml::Table::new(),
-            Err(error) => {
-                let at = error.span().map_or(0, |span| span.start).min(text.len());
-                let line = text.as_bytes()[..at].iter().filter(|byte| **byte == b'\n').count();
-                lines.remove(line.min(lines.len() - 1));
-            }
         }
     }
 }
@@ -73,6 +59,7 @@ mod tests {
             sound.to_owned(),
             format!("of_the_next_release = 1\n{sound}"),
             format!("{sound}[peers\nb = \n"),
+            "state_dir = '/srv/vms'\nshutdown = { power_off_seconds = 900 }\n[".to_owned(),
             format!("name = \"a\nlisten = [\n{sound}state_dir = \"/another\"\n"),
         ] {
             assert_eq!(Ending::of(text.as_bytes()), expected, "{text}");
