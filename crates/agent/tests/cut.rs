@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::Duration;
 use understudy_memory::{CaptureRequest, Cut, DemandPager, Guard, MAIN_MEMORY, Missing, RamBlock};
-use understudy_protocol::{PAGE_SIZE, PageIndex};
+use understudy_protocol::{BaseId, PAGE_SIZE, PageIndex};
 
 /// More pages than these are waited for, and then none for so long: the rest is filled in.
 const FEW_DEMANDED: u32 = 3;
@@ -88,11 +88,12 @@ fn save(cut: &mut Cut, image: &mut [u8]) {
 fn snapshots_of_a_machine_equal_its_memory_when_it_stood_still() {
     let mut guarded = Guarded::start();
     let mut image = vec![0; guarded.main.bytes() as usize];
-    let mut traced = 0;
+    let (base, mut traced) = (BaseId::new_here(), 0);
     for round in 0..8 {
         guarded.reset();
         let trace = [0, 200, usize::MAX][round % 3];
-        let request = CaptureRequest { everything: round == 5, trace, every_access: false };
+        let request =
+            CaptureRequest { since: (round != 5).then_some(base), trace, every_access: false };
         let (mut cut, truth) = guarded.cut(request);
         guarded.machine.qmp("system_reset");
         let before = image.clone();
@@ -104,7 +105,7 @@ fn snapshots_of_a_machine_equal_its_memory_when_it_stood_still() {
             drop(cut);
             image = before;
         } else {
-            cut.commit();
+            cut.commit(base);
         }
     }
     assert!(traced > 0);
@@ -116,7 +117,7 @@ fn snapshots_of_a_machine_equal_its_memory_when_it_stood_still() {
 fn what_the_firmware_reads_and_writes_first_is_noticed_and_the_code_that_runs() {
     let mut guarded = Guarded::start();
     guarded.reset();
-    let request = CaptureRequest { everything: true, trace: usize::MAX, every_access: false };
+    let request = CaptureRequest { since: None, trace: usize::MAX, every_access: false };
     let (mut cut, _) = guarded.cut(request);
     guarded.machine.qmp("system_reset");
     settle(&mut guarded.machine);
@@ -133,7 +134,7 @@ fn what_the_firmware_reads_and_writes_first_is_noticed_and_the_code_that_runs() 
 fn a_daemon_that_dies_in_a_snapshot_takes_qemu_along() {
     let mut guarded = Guarded::start();
     guarded.reset();
-    let request = CaptureRequest { everything: true, trace: 1000, every_access: false };
+    let request = CaptureRequest { since: None, trace: 1000, every_access: false };
     let (cut, _) = guarded.cut(request);
     guarded.machine.send("system_reset");
     // As a death does: nobody answers a fault any more.

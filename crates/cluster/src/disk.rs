@@ -1,6 +1,7 @@
 //! A member's disks, captured for one snapshot while the guest writes on.
 
 use crate::Stop;
+use crate::upload::Upload;
 use anyhow::Context;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use understudy_disk::{Capture, ChangesTaken, Disk, PreparedCapture};
 use understudy_machine::Machine;
-use understudy_protocol::DiskIndex;
+use understudy_protocol::{BaseId, DiskIndex};
 use understudy_snapshot::{
     AreaMap, Compression, Lane, NewChunk, Packed, Packer, Store, UNIT_BYTES,
 };
@@ -38,23 +39,23 @@ pub struct SavedDisks {
 
 impl DiskCapture {
     /// Prepares while the guest runs. `directory` is the VM's own. With a base only what changed
-    /// since then is saved, if the disks know that.
+    /// since then is saved, if the disks know that. `next` is what the snapshot is to the next one.
     pub fn arm(
         machine: &Machine,
         compression: Compression,
         directory: &Path,
-        has_base: bool,
+        (since, next): (Option<BaseId>, BaseId),
     ) -> anyhow::Result<DiskCapture> {
-        Self::arm_disks(&machine.disks(), compression, directory, has_base)
+        Self::arm_disks(&machine.disks(), compression, directory, (since, next))
     }
 
     fn arm_disks(
         disks: &[Arc<Disk>],
         compression: Compression,
         directory: &Path,
-        has_base: bool,
+        (since, next): (Option<BaseId>, BaseId),
     ) -> anyhow::Result<DiskCapture> {
-        let prepare = |disk| PreparedCapture::new(disk, directory, has_base);
+        let prepare = |disk| PreparedCapture::new(disk, directory, since, next);
         let prepared = disks.iter().map(prepare).collect::<Result<_, _>>()?;
         Ok(DiskCapture { compression, prepared, captures: Vec::new() })
     }
@@ -77,7 +78,8 @@ impl DiskCapture {
         for capture in self.captures {
             let index = capture.disk().index();
             let base = base.and_then(|base| base.get(&index));
-            let copier = Copier { store, compression: self.compression, stop, pace: Pace::new() };
+            let upload = Upload { store, compression: self.compression, stop };
+            let copier = Copier { upload, pace: Pace::new() };
             let (map, packed, changes) =
                 copier.copy(capture, base).with_context(|| format!("cannot save disk {index}"))?;
             saved.areas.insert(index, map);
@@ -92,9 +94,7 @@ impl DiskCapture {
 
 /// Saves one disk.
 struct Copier<'a> {
-    store: &'a Store,
-    compression: Compression,
-    stop: &'a Stop,
+    upload: Upload<'a>,
     pace: Pace,
 }
 
@@ -118,7 +118,7 @@ impl Copier<'_> {
             if full.len() >= BATCH {
                 self.store(&mut full)?;
             }
-            self.stop.check()?;
+            self.upload.stop.check()?;
             self.pace.wait(content.len());
         }
         let (last, map, packed) = packer.finish(base);
@@ -128,8 +128,7 @@ impl Copier<'_> {
     }
 
     fn store(&self, chunks: &mut Vec<NewChunk>) -> anyhow::Result<()> {
-        self.store.put_chunks(std::mem::take(chunks), self.compression)?;
-        Ok(())
+        self.upload.chunks(&std::mem::take(chunks))
     }
 }
 

@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 use tracing::warn;
 use understudy_disk::{BlockSet, Disk, Fetcher, absent_blocks};
-use understudy_protocol::{BlockId, DiskIndex, PageIndex};
+use understudy_protocol::{BaseId, BlockId, DiskIndex, PageIndex};
 use understudy_snapshot::{AreaMap, ChunkId, Fill, Loader, Page, UNIT_BYTES};
 use understudy_threads::Waitable;
 use understudy_threads::spawn;
@@ -57,20 +57,21 @@ impl Fetcher for Shared {
 
 impl DiskFiller {
     /// Makes an image of `bytes` bytes at `path`, in place of a file that is there. Until
-    /// [`DiskFiller::complete`] only what is asked for is read.
+    /// [`DiskFiller::complete`] only what is asked for is read. What the guest changes is counted from `base`.
     pub fn create(
         source: Source,
         map: AreaMap,
         index: DiskIndex,
         bytes: u64,
         path: &Path,
+        base: BaseId,
     ) -> anyhow::Result<DiskFiller> {
         let mut absent = BlockSet::none(bytes);
         map.extents().iter().for_each(|extent| absent.insert(extent.first..extent.end()));
         let (all, shared) = (map.stored(), Shared::new(map));
         let disk = Disk::create_restored(index, path, bytes, absent, shared.clone())?;
         // What the guest changes from now on is what the next snapshot has to save.
-        disk.set_base();
+        disk.set_base(base);
         DiskFiller::begin(source, disk, all, shared)
     }
 

@@ -5,6 +5,7 @@ use std::fs;
 use std::sync::atomic::AtomicBool;
 
 const BLOCKS: u64 = 300;
+const BASE: BaseId = BaseId(7);
 const BYTES: u64 = BLOCKS * UNIT_BYTES as u64;
 
 fn disk(directory: &Path) -> Arc<Disk> {
@@ -32,8 +33,8 @@ fn snapshot(
     base: Option<&BTreeMap<DiskIndex, AreaMap>>,
 ) -> (Vec<u8>, SavedDisks) {
     let disks = [disk.clone()];
-    let mut capture =
-        DiskCapture::arm_disks(&disks, Compression::None, directory, base.is_some()).unwrap();
+    let bases = (base.map(|_| BASE), BASE);
+    let mut capture = DiskCapture::arm_disks(&disks, Compression::None, directory, bases).unwrap();
     capture.take();
     let truth = content(disk);
     (0..40).for_each(|block| write(disk, block * 7, 77));
@@ -62,6 +63,7 @@ fn a_disk_is_saved_as_it_was_and_then_only_what_changed() {
             DiskIndex(2),
             BYTES,
             &image,
+            BASE,
         )
         .unwrap();
         // On demand: nothing else is read before `complete`.
@@ -92,6 +94,7 @@ fn a_reader_waits_for_a_store_that_is_gone_until_it_is_back() {
         DiskIndex(2),
         BYTES,
         &image,
+        BASE,
     )
     .unwrap();
     let reader = thread::spawn({
@@ -114,10 +117,11 @@ fn a_save_that_is_stopped_leaves_nothing_behind() {
     let path = directory.path();
     let store = Store::create(path.join("store").to_str().unwrap()).unwrap();
     let disk = disk(path);
-    disk.set_base();
+    disk.set_base(BASE);
     write(&disk, 9, 0);
     let disks = [disk.clone()];
-    let mut capture = DiskCapture::arm_disks(&disks, Compression::None, path, true).unwrap();
+    let mut capture =
+        DiskCapture::arm_disks(&disks, Compression::None, path, (Some(BASE), BASE)).unwrap();
     capture.take();
     let base = BTreeMap::from([(DiskIndex(2), AreaMap::zeros(BLOCKS))]);
     let stop = Stop::default();
@@ -126,4 +130,49 @@ fn a_save_that_is_stopped_leaves_nothing_behind() {
     assert!(stopped.is_err());
     let (_, saved) = snapshot(&disk, &store, path, Some(&base));
     assert_eq!(saved.packed.put, 1, "it is still known what changed");
+}
+
+/// Regression: a store that was away for a second had a snapshot of hours given up.
+#[test]
+fn a_save_outlasts_a_store_that_is_away() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    let store = Store::create(path.join("store").to_str().unwrap()).unwrap();
+    let disk = disk(path);
+    (0..100).for_each(|block| write(&disk, block, 0));
+    // Nothing can be read or written where that is no directory.
+    let chunks = path.join("store/chunks");
+    fs::write(&chunks, "").unwrap();
+    let back = thread::spawn({
+        let chunks = chunks.clone();
+        move || {
+            thread::sleep(Duration::from_millis(1500));
+            fs::remove_file(chunks).unwrap();
+        }
+    });
+    let (_, saved) = snapshot(&disk, &store, path, None);
+    back.join().unwrap();
+    let all = saved.areas[&DiskIndex(2)].chunks();
+    assert!(!all.is_empty() && all.iter().all(|&chunk| store.chunk(chunk).is_ok()));
+
+    fs::remove_dir_all(&chunks).unwrap();
+    fs::write(&chunks, "").unwrap();
+    let disks = [disk];
+    let mut capture =
+        DiskCapture::arm_disks(&disks, Compression::None, path, (None, BASE)).unwrap();
+    capture.take();
+    let stop = Stop::default();
+    thread::scope(|scope| {
+        let saving = scope.spawn(|| capture.save(&store, None, &stop).map(drop));
+        let gets_nowhere = |_| {
+            let looks = stop.looks();
+            thread::sleep(Duration::from_millis(1200));
+            looks > 0 && stop.looks() == looks
+        };
+        assert!((0..10).any(gets_nowhere), "whoever waits does not see it");
+        assert!(!saving.is_finished());
+        stop.say();
+        let error = format!("{:#}", saving.join().unwrap().unwrap_err());
+        assert!(error.contains("it was stopped; before, the store at"), "{error}");
+    });
 }

@@ -168,7 +168,7 @@ mod tests {
             }
             let (last, map, _) = packer.finish(&AreaMap::zeros(PAGES));
             chunks.extend(last);
-            store.put_chunks(chunks, Compression::None).unwrap();
+            store.put_chunks(&chunks, Compression::None).unwrap();
             let ram = Arc::new(GuestRam::create(PAGES * UNIT_BYTES as u64).unwrap());
             Bench { directory, way: Arc::default(), ram, map, stop: Arc::default() }
         }

@@ -6,6 +6,7 @@ use crate::memory::{Pace, Saving, most_traced};
 use crate::messages::{KeepOrder, Kept, KeptImage};
 use crate::part::Shape;
 use crate::store_keys::{StoreKeys, Stores};
+use crate::upload::Upload;
 use crate::{Stop, Stopped};
 use anyhow::Context;
 use std::collections::BTreeMap;
@@ -17,7 +18,7 @@ use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_machine::Machine;
 use understudy_memory::{MAIN_MEMORY, StillImage, StillPage};
-use understudy_protocol::{BlockId, Time};
+use understudy_protocol::{BaseId, BlockId, Time};
 use understudy_snapshot::{
     AreaMap, Lane, Packer, Page, SnapshotNumber, Standstill, WorkingSet, working_set_size,
 };
@@ -184,7 +185,8 @@ impl Job {
         let traced = most_traced(machine.ram().pages(), order.trace_ms.into());
         let image = Arc::new(StillImage::take(shape.blocks(), traced)?);
         // A mirror has no snapshot that the next one could build on.
-        let mut disks = DiskCapture::arm(machine, order.compression, directory, false)?;
+        let mut disks =
+            DiskCapture::arm(machine, order.compression, directory, (None, BaseId::new_here()))?;
         disks.take();
         let device_state = device_state.to_vec();
         Ok(Job { order, shape, image, disks, device_state, since: Instant::now() })
@@ -195,9 +197,10 @@ impl Job {
         let store = keys
             .open(&self.order.store)
             .with_context(|| format!("the backup cannot reach the store {}", self.order.store))?;
-        let device_state = store.put_blob(&self.device_state, compression)?;
+        let upload = Upload { store: &store, compression, stop };
+        let device_state = upload.blob(&self.device_state)?;
         let mut packers = self.packers();
-        let mut saving = Saving::new(&store, compression);
+        let mut saving = Saving::new(upload);
         self.copy(&mut saving, &mut packers, stop)?;
         let queue = self.end_trace(&mut saving, &mut packers, stop)?;
         for block in self.shape.blocks() {
@@ -209,10 +212,10 @@ impl Job {
         let disks = self.disks.save(&store, None, stop)?;
         stop.check()?;
         fail::fail_point!("snapshot-kept");
-        let areas = self.shape.put_areas(&store, compression, &saving.areas, &disks.areas)?;
+        let areas = self.shape.put_areas(upload, &saving.areas, &disks.areas)?;
         let traced = queue.len() as u64;
         let working_set = WorkingSet { queue, size: working_set_size(traced, traced) };
-        let working_set = store.put_blob(&working_set.encode(), compression)?;
+        let working_set = upload.blob(&working_set.encode())?;
         let (number, group) = (self.order.number, &self.order.group);
         let took = self.since.elapsed().as_secs_f64();
         info!(traced, "the image for snapshot {number} of {group} is stored after {took:.1} s");

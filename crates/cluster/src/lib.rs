@@ -11,6 +11,7 @@
 //! | [`fill`], [`disk_fill`], [`early`] | filled in again; what a start waits for comes first ([`Loading`]) |
 //! | [`source`] | the way to the store, which all restored guests of a host share |
 //! | [`store_keys`] | the keys of encrypted stores |
+//! | [`upload`] | the way of what is captured to the store |
 //! | [`trial`] | for trials: which memory guests touch |
 
 pub mod boot_files;
@@ -27,6 +28,7 @@ pub mod part;
 pub mod source;
 pub mod store_keys;
 pub mod trial;
+pub mod upload;
 
 pub use loading::Loading;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -43,6 +45,11 @@ impl Stop {
     /// Says it.
     pub fn say(&self) {
         self.is_said.store(true, Ordering::Release);
+    }
+
+    /// Whether it is said.
+    pub fn is_said(&self) -> bool {
+        self.is_said.load(Ordering::Acquire)
     }
 
     /// An error once it is said.

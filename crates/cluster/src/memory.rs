@@ -3,6 +3,7 @@
 
 use crate::Stop;
 use crate::trial::write_accesses;
+use crate::upload::Upload;
 use anyhow::Context;
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use std::time::{Duration, Instant};
 use tracing::info;
 use understudy_machine::Machine;
 use understudy_memory::{CaptureRequest, Cut, DirtySet, FirstAccess, MAIN_MEMORY, RamBlock};
-use understudy_protocol::{BlockId, PAGE_SIZE, PageIndex};
+use understudy_protocol::{BaseId, BlockId, PAGE_SIZE, PageIndex};
 use understudy_snapshot::{
     AreaMap, Clock, Compression, Lane, NewChunk, Packed, Packer, Page, Recency, Store, WorkingSet,
     scattered, working_set_size,
@@ -43,8 +44,10 @@ const MOST_ACCESSES: usize = 1 << 24;
 pub struct CaptureOptions {
     /// Compression with which chunks are packed.
     pub compression: Compression,
-    /// Whether only what changed since the last snapshot that exists is saved.
-    pub incremental: bool,
+    /// Base: only what changed since is saved, if that is known.
+    pub since: Option<BaseId>,
+    /// What the snapshot is to the next one.
+    pub next: BaseId,
     /// Time for which first accesses are traced after the pause.
     pub trace: Duration,
     /// Trace repeated accesses too, to compare with queues by recency.
@@ -85,13 +88,14 @@ pub struct Taken {
     machine: Arc<Machine>,
     cut: Option<Cut>,
     is_incremental: bool,
+    next: BaseId,
 }
 
 impl Taken {
     /// The snapshot exists: the next one saves what changed since.
     pub fn commit(mut self) {
         if let Some(cut) = self.cut.take() {
-            cut.commit();
+            cut.commit(self.next);
         }
     }
 
@@ -113,14 +117,10 @@ impl MemoryCapture {
     /// Prepares while the guest runs.
     pub fn arm(machine: &Arc<Machine>, options: CaptureOptions) -> anyhow::Result<MemoryCapture> {
         let trace = most_traced(machine.ram().pages(), options.trace);
-        let request = CaptureRequest {
-            everything: !options.incremental,
-            trace,
-            every_access: options.recency,
-        };
+        let request = CaptureRequest { since: options.since, trace, every_access: options.recency };
         let cut = machine.arm_cut(request).inspect_err(|_| machine.drop_guard())?;
-        let is_incremental = options.incremental;
-        let taken = Taken { machine: machine.clone(), cut: Some(cut), is_incremental };
+        let (is_incremental, next) = (cut.is_incremental(), options.next);
+        let taken = Taken { machine: machine.clone(), cut: Some(cut), is_incremental, next };
         machine.track_auxiliary()?;
         let mut auxiliary = BTreeMap::new();
         for block in machine.blocks().iter().filter(|block| block.id() != MAIN_MEMORY) {
@@ -148,7 +148,7 @@ impl MemoryCapture {
     }
 
     /// The guest runs: saves all to the store. `base` is where the content of the last
-    /// snapshot that exists is, if the capture is an incremental one.
+    /// base is.
     pub fn save(
         mut self,
         store: &Store,
@@ -156,8 +156,9 @@ impl MemoryCapture {
         stop: &Stop,
     ) -> anyhow::Result<SavedMemory> {
         self.taken.machine.forget_auxiliary();
-        let base = base.filter(|_| self.options.incremental);
-        let mut saving = Saving::new(store, self.options.compression);
+        let base = base.filter(|_| self.taken.is_incremental);
+        let compression = self.options.compression;
+        let mut saving = Saving::new(Upload { store, compression, stop });
         for (id, content) in std::mem::take(&mut self.auxiliary) {
             let mut packer = Packer::new();
             for (unit, page) in (0..).zip(content.chunks(PAGE_SIZE)) {
@@ -306,8 +307,7 @@ pub fn most_traced(pages: u64, trace: Duration) -> usize {
 
 /// Hands chunks to the store, many at once.
 pub struct Saving<'s> {
-    store: &'s Store,
-    compression: Compression,
+    upload: Upload<'s>,
     full: Vec<NewChunk>,
     /// Areas that were saved of each block.
     pub areas: BTreeMap<BlockId, AreaMap>,
@@ -316,9 +316,9 @@ pub struct Saving<'s> {
 
 impl Saving<'_> {
     /// Nothing is saved yet.
-    pub fn new(store: &Store, compression: Compression) -> Saving<'_> {
+    pub fn new(upload: Upload<'_>) -> Saving<'_> {
         let (full, areas, packed) = (Vec::new(), BTreeMap::new(), Packed::default());
-        Saving { store, compression, full, areas, packed }
+        Saving { upload, full, areas, packed }
     }
 
     /// Takes a chunk that is full, if there is one.
@@ -331,8 +331,7 @@ impl Saving<'_> {
     }
 
     fn flush(&mut self) -> anyhow::Result<()> {
-        self.store.put_chunks(std::mem::take(&mut self.full), self.compression)?;
-        Ok(())
+        self.upload.chunks(&std::mem::take(&mut self.full))
     }
 
     /// Ends a block.

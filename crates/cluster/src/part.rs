@@ -1,6 +1,7 @@
 //! A member's part of a snapshot, as it is described in the store.
 
 use crate::messages::{SavedVm, TakeTask};
+use crate::upload::Upload;
 use anyhow::Context;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -8,8 +9,7 @@ use understudy_machine::Machine;
 use understudy_memory::RamBlock;
 use understudy_protocol::{BlockId, DiskIndex, PAGE_SIZE};
 use understudy_snapshot::{
-    Area, AreaEntry, AreaMap, Blob, Compression, InFlightFrame, MemberManifest, Part,
-    SnapshotNumber, Store,
+    Area, AreaEntry, AreaMap, Blob, InFlightFrame, MemberManifest, Part, SnapshotNumber,
 };
 
 use crate::crossing::crossings;
@@ -59,12 +59,11 @@ impl Shape {
     /// Stores where all of it is.
     pub fn put_areas(
         &self,
-        store: &Store,
-        compression: Compression,
+        upload: Upload<'_>,
         memory: &BTreeMap<BlockId, AreaMap>,
         disks: &BTreeMap<DiskIndex, AreaMap>,
     ) -> anyhow::Result<Vec<AreaEntry>> {
-        let put = |map: &AreaMap| store.put_blob(&map.encode(), compression);
+        let put = |map: &AreaMap| upload.blob(&map.encode());
         let mut areas = Vec::new();
         for block in &self.blocks {
             let map = put(memory.get(&block.id()).context("a RAM block was not saved")?)?;
@@ -84,7 +83,7 @@ impl Shape {
 /// Stores the description of a member's part. `qemu` is the version that it runs in, `log` what
 /// was in flight to it.
 pub fn put_part(
-    store: &Store,
+    upload: Upload<'_>,
     task: &TakeTask,
     machine: &Machine,
     qemu: String,
@@ -103,12 +102,12 @@ pub fn put_part(
             memory: definition.memory.bytes(),
         },
         definition: serde_json::to_value(&saved)?,
-        firmware: file_blob(store, task, definition.firmware.as_deref())?,
-        kernel: file_blob(store, task, definition.kernel.as_deref())?,
-        initrd: file_blob(store, task, definition.initrd.as_deref())?,
+        firmware: file_blob(upload, task, definition.firmware.as_deref())?,
+        kernel: file_blob(upload, task, definition.kernel.as_deref())?,
+        initrd: file_blob(upload, task, definition.initrd.as_deref())?,
         areas: content.areas,
         device_state: content.device_state,
-        in_flight: store.put_frames(log, task.compression)?,
+        in_flight: upload.frames(log)?,
         working_set: content.working_set,
         recent: content.recent,
         clock: content.clock,
@@ -117,12 +116,16 @@ pub fn put_part(
         base: content.base,
     };
     let crossings = crossings(task.member, log);
-    Ok(Part { manifest: store.put_member(&manifest, task.compression)?, crossings })
+    Ok(Part { manifest: upload.member(&manifest)?, crossings })
 }
 
-fn file_blob(store: &Store, task: &TakeTask, path: Option<&Path>) -> anyhow::Result<Option<Blob>> {
+fn file_blob(
+    upload: Upload<'_>,
+    task: &TakeTask,
+    path: Option<&Path>,
+) -> anyhow::Result<Option<Blob>> {
     let Some(path) = path else { return Ok(None) };
     let bytes = std::fs::read(path)
         .with_context(|| format!("cannot read {}, which {} boots", path.display(), task.vm()))?;
-    Ok(Some(store.put_blob(&bytes, task.compression)?))
+    Ok(Some(upload.blob(&bytes)?))
 }

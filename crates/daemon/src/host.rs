@@ -17,7 +17,7 @@ use crate::lost;
 use crate::membership::{self, Membership};
 use crate::orphans::Orphans;
 use crate::peers::{self, Peers};
-use crate::snapshot::{Snapshots, start_sampling, start_schedules};
+use crate::snapshot::{Snapshots, start_sampling, start_schedules, start_sweeping};
 use crate::state_dir::StateDir;
 use crate::vm::{PrimaryVm, Vm};
 use crate::{
@@ -177,6 +177,7 @@ impl Host {
         }
         peers::watch(self);
         arbiter_watch::start(self);
+        start_sweeping(self);
         bridges::start(self).map_err(internal)?;
         qemu_log::start(self, Host::logged_directories).map_err(internal)?;
         lease::start(self).map_err(internal)
@@ -315,6 +316,7 @@ impl Host {
             .chain(lost::problems(lost))
             .chain(self.problems_of_orphans())
             .chain(snapshots)
+            .chain(self.snapshots.problems())
             .chain(self.problems_of_addresses())
             .chain(self.problems_of_tokens())
             .collect()

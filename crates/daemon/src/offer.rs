@@ -130,6 +130,7 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
     if offer.clock.is_some() {
         host.check_lockstep(definition, offer.accelerator)?;
     }
+    host.check_cluster(&definition.name, offer.cluster.as_ref())?;
     host.check_free(definition)?;
     host.check_older(offer)?;
     host.check_bridges(&definition.cards)?;

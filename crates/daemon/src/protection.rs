@@ -319,6 +319,7 @@ impl Host {
             identity: self.identity.clone(),
             peer,
             addresses,
+            cluster: self.cluster_offer(&definition.name),
             generation,
             mode: request.mode,
             disk_reads: request.disk_reads,

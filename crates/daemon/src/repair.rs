@@ -436,6 +436,7 @@ fn offered(host: &Host, vm: &PrimaryVm) -> Offered {
         // Of what cannot be read no host would follow the log.
         qemu_build: host.recording_build(&machine).ok().flatten(),
         disk_used: machine.disks().iter().map(|disk| used_bytes(disk)).sum(),
+        cluster: host.cluster_offer(vm.name()),
     }
 }
 

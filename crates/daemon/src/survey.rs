@@ -111,6 +111,7 @@ impl Host {
         if offered.mode == Mode::Lockstep {
             self.check_build(offered.qemu_build.as_deref())?;
         }
+        self.check_cluster(vm, offered.cluster.as_ref())?;
         // Where there are images of it they are brought up to date, or give way.
         match self.record(vm) {
             Ok(None) => self.check_room_for_disks(vm, offered.disk_used),

@@ -14,6 +14,7 @@ use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
+use understudy_protocol::BaseId;
 use understudy_threads::{Mutex, MutexGuard};
 
 /// Most blocks that are read, or put aside, in one piece.
@@ -24,6 +25,9 @@ const PIECE_BLOCKS: u64 = 64;
 pub struct PreparedCapture {
     disk: Arc<Disk>,
     aside: File,
+    since: Option<BaseId>,
+    /// What its content is called.
+    next: BaseId,
     /// Every block, unless only what changed since the base is wanted.
     all: Option<BlockSet>,
     /// Sets that are empty.
@@ -49,6 +53,7 @@ pub struct Capture {
 pub struct ChangesTaken {
     disk: Arc<Disk>,
     taken: Option<Taken>,
+    next: BaseId,
 }
 
 /// Blocks that a capture is to read.
@@ -56,8 +61,8 @@ pub struct ChangesTaken {
 pub(crate) enum Taken {
     /// All, since there was no base.
     All,
-    /// Blocks that changed since the base.
-    Changed(Arc<BlockSet>),
+    /// Blocks that changed since this base.
+    Changed(BaseId, Arc<BlockSet>),
 }
 
 /// State that the writers of the disk look at.
@@ -78,21 +83,24 @@ struct State {
 }
 
 impl PreparedCapture {
-    /// `directory` is to hold what the guest overwrites meanwhile. With `since_base` only the
-    /// blocks are read that changed since the last capture whose changes were committed; all of
-    /// them if there is none.
+    /// `directory` is to hold what the guest overwrites meanwhile. With a base only the blocks are read that changed
+    /// since; all of them if the disk does not count from it. `next` is what may be built on this capture, once its
+    /// changes are committed.
     pub fn new(
         disk: &Arc<Disk>,
         directory: &Path,
-        since_base: bool,
+        since: Option<BaseId>,
+        next: BaseId,
     ) -> Result<PreparedCapture, DiskError> {
         let bytes = disk.export_bytes();
         let aside = unnamed(directory, disk)
             .map_err(DiskError::io("make a file for overwritten blocks in", directory))?;
-        let incremental = since_base && disk.has_base();
+        let incremental = since.is_some_and(|base| disk.counts_from(base));
         Ok(PreparedCapture {
             disk: disk.clone(),
             aside,
+            since,
+            next,
             all: (!incremental).then(|| BlockSet::all(bytes)),
             gone: BlockSet::none(bytes),
             moved: BlockSet::none(bytes),
@@ -102,13 +110,14 @@ impl PreparedCapture {
 
     /// Takes the capture, while the guest stands still: it shows what the disk holds now.
     pub fn take(self) -> Capture {
-        let (taken, wanted) = self.disk.take_changes(self.changed, self.all);
+        let (taken, wanted) =
+            self.disk.take_changes(self.since, (self.next, self.changed), self.all);
         let state = State { gone: self.gone, moved: self.moved, failed: None };
         let frozen = Arc::new(Frozen { wanted, aside: self.aside, state: Mutex::new(state) });
         self.disk.attach_capture(frozen.clone());
         Capture {
             _attached: Attached { disk: self.disk.clone(), frozen: frozen.clone() },
-            changes: ChangesTaken { disk: self.disk.clone(), taken: Some(taken) },
+            changes: ChangesTaken { disk: self.disk.clone(), taken: Some(taken), next: self.next },
             disk: self.disk,
             frozen,
             next: 0,
@@ -147,7 +156,7 @@ impl Capture {
 
     /// Whether only what changed since the base is read.
     pub fn is_incremental(&self) -> bool {
-        matches!(self.changes.taken, Some(Taken::Changed(_)))
+        matches!(self.changes.taken, Some(Taken::Changed(..)))
     }
 
     /// Blocks that there are to read, holes among them.
@@ -316,7 +325,7 @@ impl ChangesTaken {
 impl Drop for ChangesTaken {
     fn drop(&mut self) {
         if let Some(taken) = self.taken.take() {
-            self.disk.give_back(taken);
+            self.disk.give_back(taken, self.next);
         }
     }
 }

@@ -19,8 +19,10 @@ fn content(disk: &Disk) -> Vec<u8> {
     bytes
 }
 
+const BASE: BaseId = BaseId(7);
+
 fn prepare(disk: &Arc<Disk>, dir: &tempfile::TempDir, since_base: bool) -> PreparedCapture {
-    PreparedCapture::new(disk, dir.path(), since_base).unwrap()
+    PreparedCapture::new(disk, dir.path(), since_base.then_some(BASE), BASE).unwrap()
 }
 
 /// Content that the store would have: the base with what was captured on top.
@@ -182,8 +184,30 @@ fn only_what_changed_since_the_base_is_read() {
     assert_eq!((all.is_incremental(), all.blocks()), (false, 301));
     drop(all);
     assert!(!prepare(&disk, &dir, true).take().is_incremental(), "its changes are lost");
-    disk.set_base();
+    disk.set_base(BASE);
     assert_eq!(prepare(&disk, &dir, true).take().blocks(), 0);
+}
+
+/// Regression: a restore that was complete after a snapshot had been taken put its own in its place, and the next one
+/// laid over it what had changed since the other.
+#[test]
+fn changes_are_those_since_the_base_that_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = disk(&dir);
+    let (restored, sixth, seventh) = (BaseId(5), BaseId(6), BaseId(7));
+    disk.set_base(restored);
+    disk.write(0, b"since the restore").unwrap();
+    let capture =
+        |since, next| PreparedCapture::new(&disk, dir.path(), Some(since), next).unwrap().take();
+    capture(restored, sixth).finish().commit();
+    let wrong = capture(restored, seventh);
+    assert_eq!((wrong.is_incremental(), wrong.blocks()), (false, 301));
+    wrong.finish().commit();
+    drop(capture(seventh, BaseId(8)));
+    assert!(
+        capture(seventh, BaseId(9)).is_incremental(),
+        "one that comes to nothing changes nothing"
+    );
 }
 
 /// Regression: the first one's end detached the second, which then read what the guest wrote later.

@@ -32,7 +32,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
-use understudy_protocol::DiskIndex;
+use understudy_protocol::{BaseId, DiskIndex};
 use understudy_threads::{Mutex, MutexGuard};
 
 /// Receiver of a disk's writes after the local image: the stream to the backup.
@@ -84,9 +84,8 @@ struct Order {
     sink: Option<Arc<dyn WriteSink>>,
     /// Blocks that are still to be read of the disk as it was at a snapshot.
     capture: Option<Arc<Frozen>>,
-    /// Blocks that changed since the snapshot that the next one builds on; none if there is no
-    /// such.
-    since_base: Option<BlockSet>,
+    /// The snapshot that the next one may build on, and the blocks that changed since; none if there is no such.
+    since_base: Option<(BaseId, BlockSet)>,
     read_only: bool,
     guest_writes: GuestWrites,
 }

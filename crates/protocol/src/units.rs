@@ -4,6 +4,7 @@ use schemars::JsonSchema;
 use serde::de::Error;
 use serde::{Deserialize, Deserializer, Serialize};
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes in a guest page; the unit of tracking, sending and applying memory.
 pub const PAGE_SIZE: usize = 4096;
@@ -54,6 +55,20 @@ number! {
     /// auxiliary blocks (ROMs, ACPI tables, VGA memory) in order of their names.
     BlockId(u16)
 }
+number! {
+    /// The state of a VM from which its memory and disks count what they change: a snapshot that the next one may
+    /// build on. Of this process: no two have the same.
+    BaseId(u64)
+}
+
+impl BaseId {
+    /// One that there was not before.
+    pub fn new_here() -> BaseId {
+        static LAST: AtomicU64 = AtomicU64::new(0);
+        BaseId(LAST.fetch_add(1, Ordering::Relaxed) + 1)
+    }
+}
+
 number! {
     /// A disk of the VM, in the order of its definition.
     DiskIndex(u16)

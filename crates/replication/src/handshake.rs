@@ -169,6 +169,18 @@ pub struct Offered {
     pub qemu_build: Option<String>,
     /// Bytes that the disks' images take now.
     pub disk_used: u64,
+    /// The cluster of others that the VM is a member of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cluster: Option<ClusterOffer>,
+}
+
+/// The cluster of a VM, as its host's configuration has it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClusterOffer {
+    /// The cluster.
+    pub name: GroupName,
+    /// Its members, by which they are numbered.
+    pub members: Vec<VmName>,
 }
 
 /// A VM that a primary wants protected.
@@ -211,6 +223,9 @@ pub struct Offer {
     /// The group that the VM is protected with, if any.
     #[serde(default)]
     pub group: Option<GroupOffer>,
+    /// The cluster of others that the VM is a member of: its backup's host is to have it, too.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cluster: Option<ClusterOffer>,
     /// Bytes of each disk's export, in the definition's order.
     pub disk_bytes: Vec<ExportBytes>,
     /// Bytes that each disk's image takes now: what a whole copy needs room for.

@@ -3,10 +3,11 @@
 //! Where the storage is, and its credentials, come from the environment, as for other programs:
 //! the test proper runs in a process of its own.
 
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use understudy_protocol::BlockId;
@@ -21,8 +22,10 @@ const UNITS: u64 = 300;
 const NOW: u64 = 1_790_000_000;
 const STORE: &str = "s3://snapshots/below/this";
 const SEALED: &str = "s3://snapshots/below/that";
-/// Says to the process with the test proper that it is one.
+/// Says to the process with the test proper that it is one, and where the server is.
 const PORT: &str = "UNDERSTUDY_TEST_S3_PORT";
+/// The port of what is between.
+const BETWEEN: &str = "UNDERSTUDY_TEST_S3_BETWEEN";
 
 struct Server {
     process: Child,
@@ -33,7 +36,7 @@ impl Server {
     fn start() -> Server {
         let python = guest_files().join("s3/bin/python");
         assert!(python.exists(), "{} is not there: run scripts/setup", python.display());
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let port = free_port();
         let process = Command::new(python)
             .args(["-m", "moto.server", "-H", "127.0.0.1", "-p", &port.to_string()])
             .stdin(Stdio::null())
@@ -62,6 +65,80 @@ impl Server {
     }
 }
 
+/// What is wrong with the storage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fault {
+    Nothing,
+    /// It does nothing at the moment.
+    Away,
+    /// It has no room.
+    Full,
+    /// It knows of no conditions.
+    Overwrites,
+}
+
+/// Storage with faults, before the server.
+struct Between(Arc<Mutex<Fault>>);
+
+impl Between {
+    fn start(port: u16, server: u16) -> Between {
+        let fault = Arc::new(Mutex::new(Fault::Nothing));
+        let (listener, faults) = (TcpListener::bind(("127.0.0.1", port)).unwrap(), fault.clone());
+        thread::spawn(move || {
+            for client in listener.incoming() {
+                let faults = faults.clone();
+                // A client that goes away is none of its business.
+                thread::spawn(move || drop(hand_on(client.unwrap(), server, &faults)));
+            }
+        });
+        Between(fault)
+    }
+
+    fn is(&self, fault: Fault) {
+        *self.0.lock().unwrap() = fault;
+    }
+}
+
+/// Hands one request on, and its answer back.
+fn hand_on(mut client: TcpStream, server: u16, fault: &Mutex<Fault>) -> io::Result<()> {
+    let (mut head, mut body) = (Vec::new(), Vec::new());
+    while !head.ends_with(b"\r\n\r\n") {
+        let mut byte = [0];
+        client.read_exact(&mut byte)?;
+        head.push(byte[0]);
+    }
+    let head = String::from_utf8_lossy(&head).into_owned();
+    let is = |line: &str, name: &str| line.to_ascii_lowercase().starts_with(&format!("{name}:"));
+    let length = head.lines().find(|line| is(line, "content-length"));
+    let length = length.and_then(|line| line.split(' ').nth(1)?.trim().parse().ok());
+    client.try_clone()?.take(length.unwrap_or(0)).read_to_end(&mut body)?;
+    let fault = *fault.lock().unwrap();
+    let refused = match fault {
+        Fault::Away => Some("503 Service Unavailable"),
+        Fault::Full if head.starts_with("PUT ") => Some("403 Forbidden"),
+        Fault::Full | Fault::Nothing | Fault::Overwrites => None,
+    };
+    if let Some(refused) = refused {
+        let answer =
+            format!("HTTP/1.1 {refused}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
+        return client.write_all(answer.as_bytes());
+    }
+    let kept = |line: &&str| {
+        let condition = fault == Fault::Overwrites && is(line, "if-none-match");
+        !condition && !is(line, "connection") && !line.is_empty()
+    };
+    let mut lines: Vec<&str> = head.lines().filter(kept).collect();
+    lines.extend(["Connection: close", "", ""]);
+    let mut upstream = TcpStream::connect(("127.0.0.1", server))?;
+    upstream.write_all(lines.join("\r\n").as_bytes())?;
+    upstream.write_all(&body)?;
+    io::copy(&mut upstream, &mut client).map(drop)
+}
+
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
 impl Drop for Server {
     fn drop(&mut self) {
         // It may be gone already.
@@ -78,14 +155,16 @@ fn guest_files() -> PathBuf {
 #[test]
 fn snapshots_live_in_s3_as_in_a_directory() {
     // Itself once more, in an environment of its own: that is where the credentials are.
-    if std::env::var_os(PORT).is_some() {
-        return proper();
+    let port = |name| Some(std::env::var(name).ok()?.parse().unwrap());
+    if let (Some(server), Some(between)) = (port(PORT), port(BETWEEN)) {
+        return proper(&Between::start(between, server));
     }
-    let server = Server::start();
+    let (server, between) = (Server::start(), free_port());
     let status = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "snapshots_live_in_s3_as_in_a_directory", "--nocapture"])
         .env(PORT, server.port.to_string())
-        .env("AWS_ENDPOINT", format!("http://127.0.0.1:{}", server.port))
+        .env(BETWEEN, between.to_string())
+        .env("AWS_ENDPOINT", format!("http://127.0.0.1:{between}"))
         .envs([("AWS_ALLOW_HTTP", "true"), ("AWS_REGION", "us-east-1")])
         .envs([("AWS_ACCESS_KEY_ID", "test"), ("AWS_SECRET_ACCESS_KEY", "test")])
         .status()
@@ -93,7 +172,7 @@ fn snapshots_live_in_s3_as_in_a_directory() {
     assert!(status.success(), "{status}");
 }
 
-fn proper() {
+fn proper(between: &Between) {
     a_store_is_as_a_directory(&Place { location: STORE, key: None });
     let keys = tempfile::tempdir().unwrap();
     let key = |name: &str| {
@@ -106,8 +185,53 @@ fn proper() {
     let opened = |key| Store::open_with(SEALED, key);
     assert!(matches!(opened(None), Err(StoreError::Encrypted(_))));
     assert!(matches!(opened(Some(&other)), Err(StoreError::WrongKey(_))));
+    a_second_host_leaves_the_mark_alone(between, &key);
+    a_full_store_recovers(between);
+    what_may_pass_is_told_from_what_does_not(between);
     let nowhere = Store::open("s3://another-bucket/x").unwrap_err().to_string();
     assert!(nowhere.contains("another-bucket"), "{nowhere}");
+}
+
+/// Regression: where conditions are ignored, the first snapshot of a second host gave the store another key, and nothing
+/// in it could be read any more.
+fn a_second_host_leaves_the_mark_alone(between: &Between, key: &StoreKey) {
+    const LOCATION: &str = "s3://snapshots/second/host";
+    between.is(Fault::Overwrites);
+    let refused = Store::create_with(LOCATION, Some(key));
+    assert!(matches!(refused, Err(StoreError::Overwrites(_))), "{refused:?}");
+    assert!(matches!(Store::open(LOCATION), Err(StoreError::Unknown(_))), "something was made");
+    between.is(Fault::Nothing);
+    let store = Store::create_with(LOCATION, Some(key)).unwrap();
+    let blob = store.put_blob(b"its own", Compression::None).unwrap();
+    between.is(Fault::Overwrites);
+    let second = Store::create_with(LOCATION, Some(key)).unwrap();
+    assert_eq!(second.blob(&blob).unwrap(), b"its own");
+    between.is(Fault::Nothing);
+}
+
+/// Regression: in a store without room a snapshot that was deleted took up its room for ever: a sweep begins with a mark.
+fn a_full_store_recovers(between: &Between) {
+    let store = Store::create("s3://snapshots/full").unwrap();
+    let (first, _) = take(&store, &AreaMap::zeros(UNITS), 0..UNITS, 1);
+    between.is(Fault::Full);
+    let removed = store.remove(&literal("shop"), first.number, NOW).unwrap();
+    assert!(matches!(removed, Swept::Failed(_)), "{removed:?}");
+    assert!(store.snapshot(&literal("shop"), None).is_err(), "it is gone all the same");
+    // Now that it is, there is room for a mark.
+    between.is(Fault::Nothing);
+    let swept = store.sweep(NOW).unwrap();
+    assert!(matches!(swept, Swept::Removed(count) if count > 0), "{swept:?}");
+}
+
+fn what_may_pass_is_told_from_what_does_not(between: &Between) {
+    let store = Store::create("s3://snapshots/away").unwrap();
+    let passes = |fault| {
+        between.is(fault);
+        store.put_blob(b"some", Compression::None).unwrap_err().is_passing()
+    };
+    assert_eq!((passes(Fault::Away), passes(Fault::Full)), (true, false));
+    between.is(Fault::Nothing);
+    store.put_blob(b"some", Compression::None).unwrap();
 }
 
 /// The place of a store, and what it is encrypted with.
@@ -186,10 +310,10 @@ fn take(
     let mut packer = Packer::new();
     for unit in changed {
         let full = packer.put(unit, &content(unit, version), Lane::Rest);
-        store.put_chunks(full.into_iter().collect(), packing).unwrap();
+        store.put_chunks(full.as_slice(), packing).unwrap();
     }
     let (last, map, _) = packer.finish(base);
-    store.put_chunks(last, packing).unwrap();
+    store.put_chunks(&last, packing).unwrap();
     let blob = |bytes: &[u8]| store.put_blob(bytes, packing).unwrap();
     let bytes = UNITS * UNIT_BYTES as u64;
     let entry = AreaEntry {

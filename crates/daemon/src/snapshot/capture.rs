@@ -17,9 +17,10 @@ use understudy_cluster::memory::{CaptureOptions, MemoryCapture, Taken};
 use understudy_cluster::messages::{RestoreTask, TakeTask};
 use understudy_cluster::part::{Content, Shape, put_part};
 use understudy_cluster::store_keys::StoreKeys;
+use understudy_cluster::upload::Upload;
 use understudy_disk::ChangesTaken;
 use understudy_machine::Machine;
-use understudy_protocol::{BlockId, DiskIndex};
+use understudy_protocol::{BaseId, BlockId, DiskIndex};
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::lockstep::LogErrand;
 use understudy_snapshot::{Area, AreaMap, Part, SnapshotNumber, Store, StoreAddress};
@@ -28,6 +29,8 @@ use understudy_threads::lock;
 /// The last snapshot that exists: what the next one need not save again.
 #[derive(Clone)]
 pub struct Base {
+    /// What its machine counts changes from, if it still does.
+    id: BaseId,
     store: StoreAddress,
     group: GroupName,
     number: SnapshotNumber,
@@ -35,6 +38,8 @@ pub struct Base {
     disks: Arc<BTreeMap<DiskIndex, AreaMap>>,
     /// Machine that the memory and disks belong to: a VM that was started anew has others.
     machine: Weak<()>,
+    /// Whether one that builds on it did not come to exist: some of it may be gone from the store.
+    is_doubted: bool,
 }
 
 /// One that is stored, and does not exist yet. Dropped, what it saved counts as changed since the
@@ -60,6 +65,7 @@ impl Base {
     /// they have changed since then.
     pub fn of_restored(
         task: &RestoreTask,
+        id: BaseId,
         machine: &Machine,
         keys: &StoreKeys,
     ) -> anyhow::Result<Base> {
@@ -75,20 +81,30 @@ impl Base {
             }
         }
         Ok(Base {
+            id,
             store: task.store.clone(),
             group: task.group.name.clone(),
             number: task.number,
             memory: Arc::new(memory),
             disks: Arc::new(disks),
             machine: machine.presence(),
+            is_doubted: false,
         })
+    }
+
+    /// A snapshot that builds on it was stored, and does not exist all the same.
+    pub fn doubt(&mut self) {
+        self.is_doubted = true;
     }
 
     /// Whether it is still in the store that the next snapshot goes to.
     fn is_there(&self, task: &TakeTask, store: &Store, machine: &Machine) -> bool {
         let same = (&self.store, &self.group) == (&task.store, &task.group.name);
-        same && self.machine.ptr_eq(&machine.presence())
-            && store.snapshot(&self.group, Some(self.number)).is_ok()
+        if !same || !self.machine.ptr_eq(&machine.presence()) {
+            return false;
+        }
+        let manifest = store.snapshot(&self.group, Some(self.number));
+        manifest.is_ok_and(|manifest| !self.is_doubted || store.check_whole(&manifest).is_ok())
     }
 }
 
@@ -104,6 +120,8 @@ pub struct Capture {
     machine: Arc<Machine>,
     qemu: String,
     base: Option<Base>,
+    /// What it is to the next one.
+    id: BaseId,
     memory: MemoryCapture,
     disks: DiskCapture,
     device_state: Vec<u8>,
@@ -127,10 +145,12 @@ impl Capture {
         connect(host, task, seat.as_ref())?;
         let store = host.config.store_keys.open(&task.store)?;
         let base = base.filter(|base| base.is_there(task, &store, &machine));
+        let (since, id) = (base.as_ref().map(|base| base.id), BaseId::new_here());
         let sampled = host.snapshots.sampled(&machine);
         let options = CaptureOptions {
             compression: task.compression,
-            incremental: base.is_some(),
+            since,
+            next: id,
             trace: task.trace_ms.into(),
             recency: task.recency,
             sampled,
@@ -138,7 +158,7 @@ impl Capture {
         let memory = MemoryCapture::arm(&machine, options)
             .with_context(|| format!("cannot prepare the memory of {}", task.vm()))?;
         let directory = host.vm_directory(task.vm())?;
-        let disks = DiskCapture::arm(&machine, task.compression, &directory, base.is_some())
+        let disks = DiskCapture::arm(&machine, task.compression, &directory, (since, id))
             .with_context(|| format!("cannot prepare the disks of {}", task.vm()))?;
         sync(&machine)?;
         Ok(Capture {
@@ -151,6 +171,7 @@ impl Capture {
             machine,
             qemu: host.capabilities.version.to_string(),
             base,
+            id,
             memory,
             disks,
             device_state: Vec::new(),
@@ -197,9 +218,9 @@ impl Capture {
 
     /// The guest runs again: all goes to the store.
     pub fn save(self, stop: &Stop) -> anyhow::Result<(Part, Saved)> {
-        let Capture { task, number, store, machine, base, .. } = self;
-        let compression = task.compression;
-        let put = |bytes: &[u8]| store.put_blob(bytes, compression);
+        let Capture { task, number, store, machine, base, id, .. } = self;
+        let upload = Upload { store: &store, compression: task.compression, stop };
+        let put = |bytes: &[u8]| upload.blob(bytes);
         let device_state = put(&self.device_state)?;
         let memory = self.memory.save(&store, base.as_ref().map(|base| &*base.memory), stop)?;
         stop.check()?;
@@ -211,7 +232,7 @@ impl Capture {
         };
         let shape = Shape::of(&machine);
         let content = Content {
-            areas: shape.put_areas(&store, compression, &memory.areas, &disks.areas)?,
+            areas: shape.put_areas(upload, &memory.areas, &disks.areas)?,
             device_state,
             working_set: put(&memory.working_set.encode())?,
             recent: memory.recent.map(|recent| put(&recent.encode())).transpose()?,
@@ -220,14 +241,16 @@ impl Capture {
             pause_us: self.paused.as_micros() as u64,
             base: base.map(|base| base.number),
         };
-        let part = put_part(&store, &task, &machine, self.qemu, &log, content)?;
+        let part = put_part(upload, &task, &machine, self.qemu, &log, content)?;
         let base = Base {
+            id,
             store: task.store,
             group: task.group.name,
             number,
             memory: Arc::new(memory.areas),
             disks: Arc::new(disks.areas),
             machine: machine.presence(),
+            is_doubted: false,
         };
         Ok((part, Saved { base, taken: memory.taken, disk_changes: disks.changes }))
     }
@@ -248,7 +271,7 @@ pub(super) fn connect(
     seat: Option<&Arc<MemberSeat>>,
 ) -> anyhow::Result<()> {
     match seat {
-        Some(seat) => seat.prepare(),
+        Some(seat) => seat.prepare(&task.group.vms),
         None if task.group.vms.len() > 1 => bail!(
             "{} has no seat in the cluster {}: host {} needs [cluster.{}] in its configuration, \
              and the VM to be started since",

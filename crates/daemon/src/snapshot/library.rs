@@ -54,6 +54,7 @@ impl Host {
                  daemon ended"
                     .to_owned()
             }
+            Swept::Failed(why) => format!("its chunks are removed later: {why}"),
             Swept::Kept(why) => format!("no chunk was removed: {why}"),
         };
         Ok(DeleteReport { group: group.to_owned(), number, chunks })

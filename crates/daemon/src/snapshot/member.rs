@@ -1,10 +1,13 @@
 //! A VM as a member of its cluster: its seat at the cluster's network, and what its cut tells
 //! whoever takes its snapshots.
 
-use super::frames::{self, CutListener, Joining, Seat};
+use super::frames::{self, CutListener, Joining, Seat, listed};
+use crate::config::ClusterConfig;
+use crate::containment;
 use crate::host::Host;
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use crossbeam_channel::{Receiver, Sender};
+use std::fmt;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -14,6 +17,8 @@ use understudy_cluster::messages::GroupPlaces;
 use understudy_machine::Machine;
 use understudy_protocol::Generation;
 use understudy_protocol::{GroupName, VmName};
+use understudy_replication::handshake::ClusterOffer;
+use understudy_report::error::{ErrorKind, HostError};
 use understudy_snapshot::{InFlightFrame, Incarnation, Member, SnapshotNumber};
 use understudy_threads::{Mutex, lock};
 
@@ -24,9 +29,27 @@ const CONNECTED: Duration = Duration::from_secs(4);
 const ARRIVED: Duration = Duration::from_secs(30);
 const LOOK: Duration = Duration::from_millis(100);
 
+/// Pause before it is tried again to make a VM the member that it is to be.
+const AGAIN: Duration = Duration::from_secs(1);
+
+/// A VM that is not the member that it is to be, since that failed.
+#[derive(Debug)]
+pub(super) struct Outside {
+    cluster: GroupName,
+    why: String,
+}
+
+impl fmt::Display for Outside {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "its frames do not go through the cluster {}: {}", self.cluster, self.why)
+    }
+}
+
 /// A member that runs here.
 pub struct MemberSeat {
     cluster: GroupName,
+    /// The members, by whose order they are numbered.
+    members: Vec<VmName>,
     state: Mutex<State>,
 }
 
@@ -82,8 +105,15 @@ impl MemberSeat {
         lock(&self.state).seat.clone().expect("set before anybody else knows of it")
     }
 
-    /// Waits until frames reach all members.
-    pub fn prepare(&self) -> anyhow::Result<()> {
+    /// Waits until frames reach all members, which are to be these.
+    pub fn prepare(&self, members: &[VmName]) -> anyhow::Result<()> {
+        ensure!(
+            *members == self.members,
+            "the cluster {} cannot be snapshotted: its members are {} on the host that was told to, and {} here",
+            self.cluster,
+            listed(members),
+            listed(&self.members)
+        );
         let deadline = Instant::now() + CONNECTED;
         while let Some(lacks) = self.seat().lacks() {
             if Instant::now() > deadline {
@@ -149,14 +179,84 @@ impl MemberSeat {
 }
 
 impl Host {
-    /// The VM, which runs here or is about to, and is this host's in that generation, is a
-    /// member of the cluster that this host's configuration has it in, if any.
-    pub(crate) fn join_cluster(self: &Arc<Self>, machine: &Machine, generation: Generation) {
-        let vm = &machine.definition().name;
+    /// The cluster that this host's configuration has a VM in, if any.
+    fn cluster_of(&self, vm: &VmName) -> Option<(&GroupName, &ClusterConfig)> {
         let mut clusters = self.config.clusters.iter();
-        let Some((name, cluster)) = clusters.find(|(_, known)| known.members.contains_key(vm))
-        else {
-            return;
+        clusters.find(|(_, known)| known.members.contains_key(vm))
+    }
+
+    /// The same, if it has other members, for the VM's backup.
+    pub(crate) fn cluster_offer(&self, vm: &VmName) -> Option<ClusterOffer> {
+        let (name, cluster) = self.cluster_of(vm)?;
+        let members: Vec<VmName> = cluster.members.keys().cloned().collect();
+        (members.len() > 1).then(|| ClusterOffer { name: name.clone(), members })
+    }
+
+    /// Refuses a member of a cluster that this host has not, or with other members: once it was taken over, its fellows
+    /// would not hear it any more.
+    pub(crate) fn check_cluster(
+        &self,
+        vm: &VmName,
+        offered: Option<&ClusterOffer>,
+    ) -> Result<(), HostError> {
+        let Some(ClusterOffer { name, members }) = offered else { return Ok(()) };
+        let here = self.cluster_offer(vm);
+        if here.as_ref() == offered {
+            return Ok(());
+        }
+        let here = match here {
+            None => "in no cluster".to_owned(),
+            Some(here) => format!("in {} of {}", here.name, listed(&here.members)),
+        };
+        let message = format!(
+            "{vm} is in the cluster {name} of {} where it runs, and {here} by this host's configuration: write the \
+             same [cluster.{name}] into that",
+            listed(members)
+        );
+        Err(HostError::new(ErrorKind::Invalid, message))
+    }
+
+    /// The VM, which runs here or is about to, and is this host's in that generation, is a
+    /// member of the cluster that this host's configuration has it in, if any. What is in the way may pass.
+    pub(crate) fn join_cluster(self: &Arc<Self>, machine: &Machine, generation: Generation) {
+        let vm = machine.definition().name.clone();
+        let Err(why) = self.try_join(machine, generation) else {
+            return self.snapshots.note_outside(&vm, None);
+        };
+        warn!(%vm, "{why}");
+        self.snapshots.note_outside(&vm, Some(why));
+        let (host, name, presence) = (Arc::downgrade(self), vm.clone(), machine.presence());
+        let again = move || {
+            while presence.strong_count() > 0 {
+                thread::sleep(AGAIN);
+                let Some(host) = host.upgrade().filter(|host| !host.is_closing()) else { return };
+                let machine = host.primary(&name).map(|vm| vm.machine());
+                let is_it = |machine: &Arc<Machine>| machine.presence().ptr_eq(&presence);
+                let Some(machine) = machine.ok().filter(is_it) else { continue };
+                let outside = host.try_join(&machine, generation).err();
+                let has_joined = outside.is_none();
+                host.snapshots.note_outside(&name, outside);
+                if has_joined {
+                    return;
+                }
+            }
+            if let Some(host) = host.upgrade() {
+                host.snapshots.note_outside(&name, None);
+            }
+        };
+        if let Err(error) = containment::spawn_for(self, &vm, "join-cluster", again) {
+            warn!(%vm, "it is not tried again: cannot start a thread: {error}");
+        }
+    }
+
+    /// The same at once, if that is possible.
+    fn try_join(
+        self: &Arc<Self>,
+        machine: &Machine,
+        generation: Generation,
+    ) -> Result<(), Outside> {
+        let Some((name, cluster)) = self.cluster_of(&machine.definition().name) else {
+            return Ok(());
         };
         let group = GroupPlaces {
             name: name.clone(),
@@ -164,13 +264,12 @@ impl Host {
             hosts: cluster.members.values().cloned().collect(),
         };
         let join = || -> anyhow::Result<()> {
+            fail::fail_point!("join-cluster", |_| Err(anyhow::anyhow!("a test says so")));
             let incarnation = self.incarnation_of(name)?;
             let number = self.snapshots.last_number(name);
             self.join(machine, generation, &group, incarnation, number).map(drop)
         };
-        if let Err(error) = join() {
-            warn!(%vm, "its frames do not go through the cluster {name}: {error:#}");
-        }
+        join().map_err(|error| Outside { cluster: name.clone(), why: format!("{error:#}") })
     }
 
     /// The machine is a member of a group in this incarnation.
@@ -186,7 +285,11 @@ impl Host {
         let Some(place) = group.vms.iter().position(|member| member == vm) else {
             bail!("{vm} is no member of {}", group.name);
         };
-        let own = Arc::new(MemberSeat { cluster: group.name.clone(), state: Mutex::default() });
+        let own = Arc::new(MemberSeat {
+            cluster: group.name.clone(),
+            members: group.vms.clone(),
+            state: Mutex::default(),
+        });
         let joining = Joining {
             members: group.vms.clone(),
             member: Member(place as u16),

@@ -13,6 +13,7 @@ use tracing::info;
 use understudy_cluster::Stop;
 use understudy_cluster::messages::{KeepOrder, Kept, KeptImage, TakeTask};
 use understudy_cluster::part::{Content, put_part};
+use understudy_cluster::upload::Upload;
 use understudy_machine::Machine;
 use understudy_protocol::PrimaryPhase;
 use understudy_protocol::VmName;
@@ -117,7 +118,8 @@ impl MirroredCapture {
             base: None,
         };
         let qemu = std::mem::take(&mut self.qemu);
-        put_part(&self.store, &self.task, &self.machine, qemu, &log, content)
+        let upload = Upload { store: &self.store, compression: self.task.compression, stop };
+        put_part(upload, &self.task, &self.machine, qemu, &log, content)
     }
 
     fn await_image(&self, stop: &Stop) -> anyhow::Result<KeptImage> {

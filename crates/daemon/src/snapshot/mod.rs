@@ -10,7 +10,7 @@
 //! | [`reading`] | the mark of a restore, which keeps others from deleting what it reads |
 //! | [`member`] | a VM's seat at its cluster's network, and its cut |
 //! | [`used_stores`] | which stores this host has used, and does not make anew |
-//! | [`unswept`] | stores from which nothing is removed any more |
+//! | [`unswept`] | stores from which chunks are still to be removed |
 //! | [`sampling`] | working sets in normal running |
 //! | [`schedule`] | snapshots that are taken by themselves |
 //! | [`decision`] | whether restored members stay, by the arbiter |
@@ -53,10 +53,11 @@ pub(crate) use exchange::serve;
 pub(crate) use sampling::start as start_sampling;
 pub(crate) use schedule::start as start_schedules;
 use understudy_protocol::{GroupName, VmName};
+pub(crate) use unswept::start as start_sweeping;
 
 use frames::Network;
 use kept::KeptRestore;
-use member::MemberSeat;
+use member::{MemberSeat, Outside};
 use restore::Restoring;
 use sampling::WorkingSets;
 use std::collections::BTreeMap;
@@ -97,6 +98,8 @@ struct Known {
     members: BTreeMap<VmName, Arc<MemberSeat>>,
     /// The last number and incarnation of each group that this host has heard of.
     groups: BTreeMap<GroupName, (SnapshotNumber, Incarnation)>,
+    /// VMs that are not the members that they are to be.
+    outside: BTreeMap<VmName, Outside>,
     unswept: Unswept,
     working_sets: WorkingSets,
     /// The networks of the clusters that have members on this host.
@@ -168,6 +171,24 @@ impl Snapshots {
         network.or_insert_with(|| Network::new(cluster)).clone()
     }
 
+    /// Problems of this host with the networks of its clusters.
+    pub(crate) fn problems(&self) -> Vec<String> {
+        let networks: Vec<_> = self.known.lock().networks.values().cloned().collect();
+        let mut problems: Vec<_> = networks.iter().flat_map(|network| network.problems()).collect();
+        let known = self.known.lock();
+        problems.extend(known.outside.iter().map(|(vm, outside)| format!("VM {vm}: {outside}")));
+        problems
+    }
+
+    /// Notes that a VM is not the member that it is to be, or is.
+    fn note_outside(&self, vm: &VmName, outside: Option<Outside>) {
+        let outside_now = &mut self.known.lock().outside;
+        match outside {
+            Some(outside) => outside_now.insert(vm.clone(), outside),
+            None => outside_now.remove(vm),
+        };
+    }
+
     /// Whether a restore of the VM is under way.
     pub(crate) fn is_restoring(&self, vm: &VmName) -> bool {
         let restoring = self.known.lock().restorings.get(vm).cloned();
@@ -197,6 +218,12 @@ impl Snapshots {
     pub(crate) fn filling(&self, vm: &VmName) -> Option<FillReport> {
         let restoring = self.known.lock().restorings.get(vm).cloned();
         restoring?.fill_state().filter(|state| !state.memory.complete)
+    }
+
+    /// Whether a restored VM is not whole yet, or is not noted as such.
+    fn is_loading(&self, vm: &VmName) -> bool {
+        let restoring = self.known.lock().restorings.get(vm).cloned();
+        restoring.is_some_and(|restoring| restoring.is_loading())
     }
 }
 

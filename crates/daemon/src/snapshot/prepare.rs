@@ -25,7 +25,7 @@ use understudy_cluster::trial::Watch;
 use understudy_disk::incomplete_mark;
 use understudy_machine::{Machine, Plan};
 use understudy_memory::{GuestRam, MAIN_MEMORY, RamBlock};
-use understudy_protocol::{BlockId, DiskIndex, Generation, HostName, Ownership, VmName};
+use understudy_protocol::{BaseId, BlockId, DiskIndex, Generation, HostName, Ownership, VmName};
 use understudy_qemu::{Role, VmDefinition};
 use understudy_replication::moments::pass;
 use understudy_snapshot::{
@@ -48,6 +48,8 @@ pub struct Prepared {
     former: FormerLease,
     filler: Arc<Filler>,
     disks: Arc<Vec<DiskFiller>>,
+    /// What its disks count their changes from: the snapshot.
+    base: BaseId,
     /// Frames in flight to it.
     frames: Vec<InFlightFrame>,
     images: Images,
@@ -95,7 +97,8 @@ pub fn prepare(
     let ram = Arc::new(GuestRam::create(foreign.memory.bytes())?);
     let early = Early::begin(source.clone(), ram.clone(), main, &queue, pages, stop.clone())?;
     boot.copy(&store)?;
-    let disks = make_disks(&source, &member, task, &directory, &foreign, &mut images)?;
+    let base = BaseId::new_here();
+    let disks = make_disks(&source, &member, task, (&directory, base), &foreign, &mut images)?;
     let disks = Arc::new(disks);
     let places = disks.iter().map(|filler| filler.disk().path()).collect();
     let definition = foreign.here(boot.places(), places)?;
@@ -136,7 +139,7 @@ pub fn prepare(
     let (owner, former) = owner.join().map_err(|_| {
         anyhow!("whether {} runs on its owner could not be asked; see this host's log", task.vm())
     })??;
-    Ok(Prepared { machine, owner, former, filler, disks, frames, images })
+    Ok(Prepared { machine, owner, former, filler, disks, base, frames, images })
 }
 
 /// Sees that the owner of a VM does nothing with it. Whoever orders a restore has asked, too, but
@@ -194,6 +197,11 @@ impl Prepared {
     /// Fillers of its disks.
     pub fn disks(&self) -> Arc<Vec<DiskFiller>> {
         self.disks.clone()
+    }
+
+    /// The snapshot, as its disks count their changes from it.
+    pub fn base(&self) -> BaseId {
+        self.base
     }
 
     /// Wins the VM from the arbiter and lets it run.
@@ -271,7 +279,7 @@ fn make_disks(
     source: &Source,
     member: &MemberManifest,
     task: &RestoreTask,
-    directory: &Path,
+    (directory, base): (&Path, BaseId),
     definition: &VmDefinition,
     images: &mut Images,
 ) -> anyhow::Result<Vec<DiskFiller>> {
@@ -282,7 +290,7 @@ fn make_disks(
         let path = directory.join(name);
         images.0.extend([path.clone(), incomplete_mark(&path)]);
         let (map, index) = (source.store.area(area)?, DiskIndex(at as u16));
-        fillers.push(DiskFiller::create(source.clone(), map, index, area.bytes, &path)?);
+        fillers.push(DiskFiller::create(source.clone(), map, index, area.bytes, &path, base)?);
     }
     Ok(fillers)
 }

@@ -160,6 +160,12 @@ impl Restoring {
         Some(report)
     }
 
+    /// Whether not all of it is there yet, or the next snapshot cannot build on it yet.
+    pub fn is_loading(&self) -> bool {
+        let state = self.state.lock();
+        state.filler.is_some() || !state.disks.is_empty()
+    }
+
     /// Whether it may still fail, or has and is not gone yet.
     pub fn is_under_way(&self) -> bool {
         !self.state.lock().cohort.is_over()
@@ -302,7 +308,7 @@ impl Restoring {
 
     fn start(self: &Arc<Self>, prepared: Prepared) -> anyhow::Result<()> {
         let Some(host) = self.host.upgrade() else { return Ok(()) };
-        let (filler, disks) = (prepared.filler(), prepared.disks());
+        let (filler, disks, base) = (prepared.filler(), prepared.disks(), prepared.base());
         prepared.start(&host, &self.task)?;
         pass("restore-started");
         if self.stop.load(Ordering::Acquire) {
@@ -314,8 +320,9 @@ impl Restoring {
         host.events.of(self.task.vm()).record(EventKind::Restored { group, number });
         self.event(CohortEvent::Started);
         self.complete(filler, &disks)?;
+        pass("restore-whole");
         if let Ok(vm) = host.primary(self.task.vm()) {
-            host.note_base(&self.task, &vm.machine());
+            host.note_base(&self.task, base, &vm.machine());
         }
         self.finish(&host);
         Ok(())

@@ -70,6 +70,12 @@ fn run(host: &Weak<Host>, name: &GroupName, cluster: &ClusterConfig) {
             let (group, reason) = (name.clone(), error.to_string());
             host.findings.lock().note_snapshot(name, Some(format!("cannot be taken: {reason}")));
             host.events.record(EventKind::SnapshotFailed { group, reason });
+            // A store that is full would be so for ever.
+            let time = clock.time(Instant::now(), unix_now());
+            let expired = time.map(|time| host.expire(name, schedule.retention, time));
+            if let Some(Err(error)) = expired {
+                warn!("old snapshots of {name} cannot be deleted: {error}");
+            }
             continue;
         }
         match clock.time(Instant::now(), unix_now()) {

@@ -17,6 +17,7 @@ use tracing::{info, warn};
 use understudy_cluster::Stop;
 use understudy_cluster::messages::{Reply, RestoreTask, TakeTask, ToCoordinator};
 use understudy_machine::Machine;
+use understudy_protocol::{BaseId, VmName};
 use understudy_qemu::{CheckedDefinition, VmDefinition};
 use understudy_replication::clock;
 use understudy_replication::moments::pass;
@@ -32,6 +33,8 @@ const TICK: Duration = Duration::from_millis(500);
 
 /// Time that a thread that was told to stop may go on.
 const ENDING: Duration = Duration::from_secs(4);
+/// Time for a restored VM to be noted as the base of the next snapshot, once all of it is there.
+const NOTED: Duration = Duration::from_secs(3);
 const LOOK: Duration = Duration::from_millis(20);
 
 /// A member, for one snapshot after the other.
@@ -91,6 +94,7 @@ impl Image {
     fn prepare(host: &Arc<Host>, start: Start<'_>) -> anyhow::Result<Image> {
         let vm = host.going_primary(start.task.vm())?;
         check_restorable(&vm.machine().definition_now())?;
+        await_whole(host, start.task.vm())?;
         Ok(match vm.active_session() {
             Some(session) => {
                 let prepared = MirroredCapture::prepare(host, start, vm.machine(), session);
@@ -114,6 +118,20 @@ impl Image {
             Image::Mirrored(capture) => (capture.save(stop)?, None),
         })
     }
+}
+
+/// Waits a moment for the end of what has loaded all of a restored VM; one that is still being loaded is refused.
+fn await_whole(host: &Host, vm: &VmName) -> anyhow::Result<()> {
+    let deadline = Instant::now() + NOTED;
+    while host.snapshots.is_loading(vm) {
+        if host.snapshots.filling(vm).is_some() || Instant::now() > deadline {
+            bail!(
+                "{vm} is still being loaded from a snapshot: try again when that has ended (`understudy status {vm}`)"
+            );
+        }
+        thread::sleep(LOOK);
+    }
+    Ok(())
 }
 
 /// A version that checked less may have started it.
@@ -145,8 +163,13 @@ impl Host {
 impl Host {
     /// A VM was restored from a snapshot, and all of it is there: the next one need not save
     /// again what its disks have kept.
-    pub(super) fn note_base(self: &Arc<Self>, restored: &RestoreTask, machine: &Machine) {
-        let base = match Base::of_restored(restored, machine, &self.config.store_keys) {
+    pub(super) fn note_base(
+        self: &Arc<Self>,
+        restored: &RestoreTask,
+        id: BaseId,
+        machine: &Machine,
+    ) {
+        let base = match Base::of_restored(restored, id, machine, &self.config.store_keys) {
             Ok(base) => base,
             Err(error) => {
                 warn!(vm = %restored.vm(), "its next snapshot saves everything: {error:#}");
@@ -231,7 +254,10 @@ impl Taking {
                     warn!(vm = %state.task.vm(), "snapshot {number} is given up");
                     state.end(number);
                     // It counts as changed since the base again.
-                    state.saved = None;
+                    let saved = state.saved.take().is_some();
+                    if let Some(base) = state.base.as_mut().filter(|_| saved) {
+                        base.doubt();
+                    }
                 }
                 TakeAction::Report(report) => {
                     (state.reply)(ToCoordinator::Take(state.task.member, report));

@@ -8,9 +8,10 @@ use crate::host::Host;
 use crossbeam_channel::{Receiver, Sender};
 use std::sync::{Arc, Weak};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_cluster::messages::{GroupPlaces, Reply, TakeTask, ToCoordinator, ToMember};
+use understudy_protocol::GroupName;
 use understudy_replication::clock;
 use understudy_replication::moments::pass;
 use understudy_report::cluster::SnapshotRequest;
@@ -22,6 +23,9 @@ use understudy_snapshot::{
 
 /// Pause before a store that did not answer is asked again whether a manifest is there.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
+
+/// Time for which a manifest is written again and again: less than the coordinator waits for it.
+const TRIED_FOR: Duration = Duration::from_secs(600);
 
 /// Takes one snapshot.
 pub struct Coordinator {
@@ -178,31 +182,81 @@ impl Coordinator {
     }
 }
 
-/// Whether it is there is asked until the store says so: an error may come after the deed.
+/// Whether it is there is asked until the store says so: an error may come after the deed. What may pass is tried again.
 fn publish(host: &Weak<Host>, store: &Store, writing: Writing, manifest: &Manifest) -> TakerEvent {
     pass("snapshot-publishing");
     let (group, number) = (writing.group.clone(), writing.number);
-    let Err(error) = store.publish(writing.clone(), manifest) else { return TakerEvent::Published };
+    let until = Instant::now() + TRIED_FOR;
     loop {
-        match store.snapshot(&group, Some(number)) {
-            Ok(found) if found == *manifest => {
-                if let Err(error) = store.end_writing(&writing) {
-                    warn!("nothing is removed from the store for a day: {error}");
-                }
-                return TakerEvent::Published;
+        let Err(error) = store.publish(writing.clone(), manifest) else {
+            return TakerEvent::Published;
+        };
+        if await_answer(store, &group, manifest) {
+            if let Err(error) = store.end_writing(&writing) {
+                warn!("nothing is removed from the store for a day: {error}");
             }
+            return TakerEvent::Published;
+        }
+        if !error.is_passing() || Instant::now() > until {
+            let abandoned = store.abandon(writing, unix_now());
+            if let Some(host) = host.upgrade() {
+                host.note_abandoned(&store.location(), abandoned);
+            }
+            return TakerEvent::NotPublished(error.to_string());
+        }
+        warn!("snapshot {number} of {group} waits for its store: {error}");
+        thread::sleep(ASK_AGAIN);
+    }
+}
+
+/// Whether that snapshot is there, once the store says so.
+fn await_answer(store: &Store, group: &GroupName, manifest: &Manifest) -> bool {
+    loop {
+        match store.snapshot(group, Some(manifest.number)) {
+            Ok(found) => return found == *manifest,
             // None, or another's of its number.
-            Ok(_) | Err(StoreError::NoSnapshot { .. } | StoreError::NoSnapshots(_)) => {
-                let abandoned = store.abandon(writing, unix_now());
-                if let Some(host) = host.upgrade() {
-                    host.note_abandoned(&store.location(), abandoned);
-                }
-                return TakerEvent::NotPublished(error.to_string());
-            }
+            Err(StoreError::NoSnapshot { .. } | StoreError::NoSnapshots(_)) => return false,
             Err(unanswered) => {
-                warn!("is snapshot {number} of {group} there? {unanswered}");
+                warn!("is snapshot {} of {group} there? {unanswered}", manifest.number);
                 thread::sleep(ASK_AGAIN);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+    use understudy_protocol::literal;
+
+    /// Regression: a second without the store, just then, and all that was stored was removed.
+    #[test]
+    fn a_store_that_is_away_for_a_moment_gets_its_manifest() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::create(directory.path().to_str().unwrap()).unwrap();
+        let shop: GroupName = literal("shop");
+        let writing = store.begin(&shop, SnapshotNumber(0), unix_now()).unwrap();
+        let manifest = Manifest {
+            group: shop,
+            number: writing.number,
+            label: None,
+            taken_at: 0,
+            incarnation: Incarnation(0),
+            compression: Default::default(),
+            members: vec![],
+            crossings: vec![],
+        };
+        let in_the_way = directory.path().join("snapshots");
+        fs::write(&in_the_way, "").unwrap();
+        let file = in_the_way.clone();
+        let back = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(1500));
+            fs::remove_file(file).unwrap();
+        });
+        let published = publish(&Weak::new(), &store, writing, &manifest);
+        back.join().unwrap();
+        assert_eq!(published, TakerEvent::Published);
+        assert!(in_the_way.join("shop/1.json").exists());
     }
 }

@@ -117,7 +117,7 @@ impl Ordered<'_> {
         if let Some(changes) = self.disk.changes() {
             self.disk.counted(|| changes.mark(offset, len))?;
         }
-        if let Some(changed) = &mut self.order.since_base {
+        if let Some((_, changed)) = &mut self.order.since_base {
             changed.insert(changed.touched(offset, len));
         }
         if let Some(capture) = &self.order.capture {

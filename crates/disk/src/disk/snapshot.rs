@@ -10,7 +10,7 @@ use crate::mark::{self, Mark, incomplete_mark};
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use understudy_protocol::DiskIndex;
+use understudy_protocol::{BaseId, DiskIndex};
 
 impl Disk {
     /// A new image of zeroes at `path` that is being restored: whoever reads one of these blocks
@@ -104,26 +104,29 @@ impl Disk {
 
     /// Sets the base: from now on changes are noted for the next snapshot; the disk is as the last
     /// one has it.
-    pub fn set_base(&self) {
-        self.lock_order().since_base = Some(BlockSet::none(self.export_bytes));
+    pub fn set_base(&self, base: BaseId) {
+        self.lock_order().since_base = Some((base, BlockSet::none(self.export_bytes)));
     }
 
-    pub(crate) fn has_base(&self) -> bool {
-        self.lock_order().since_base.is_some()
+    /// Whether what changed since that base is known.
+    pub(crate) fn counts_from(&self, base: BaseId) -> bool {
+        self.lock_order().since_base.as_ref().is_some_and(|(from, _)| *from == base)
     }
 
-    /// A snapshot is taken: what it has to read, all of it if there is no base or `all` is given.
-    /// What changes from now on goes to the `fresh` set.
+    /// The next base is taken: what it has to read, all of it if changes are not counted from `since` or `all` is
+    /// given. What changes from now on goes to the `fresh` set.
     pub(crate) fn take_changes(
         &self,
-        fresh: BlockSet,
+        since: Option<BaseId>,
+        (next, fresh): (BaseId, BlockSet),
         all: Option<BlockSet>,
     ) -> (Taken, Arc<BlockSet>) {
-        let changed = self.lock_order().since_base.replace(fresh);
-        match (all, changed) {
-            (None, Some(changed)) => {
+        let former = self.lock_order().since_base.replace((next, fresh));
+        let counted = former.filter(|(from, _)| since == Some(*from));
+        match (all, counted) {
+            (None, Some((base, changed))) => {
                 let changed = Arc::new(changed);
-                (Taken::Changed(changed.clone()), changed)
+                (Taken::Changed(base, changed.clone()), changed)
             }
             (all, _) => {
                 let all = all.unwrap_or_else(|| BlockSet::all(self.export_bytes));
@@ -133,11 +136,19 @@ impl Disk {
     }
 
     /// The snapshot that took them came to nothing.
-    pub(crate) fn give_back(&self, taken: Taken) {
+    pub(crate) fn give_back(&self, taken: Taken, next: BaseId) {
         let mut order = self.lock_order();
-        match (taken, &mut order.since_base) {
-            (Taken::Changed(blocks), Some(changed)) => changed.merge(&blocks),
-            _ => order.since_base = None,
+        // Another was taken since, which built on no such base: it has read all of it.
+        let Some((from, changed)) = order.since_base.as_mut().filter(|(from, _)| *from == next)
+        else {
+            return;
+        };
+        match taken {
+            Taken::Changed(base, blocks) => {
+                *from = base;
+                changed.merge(&blocks);
+            }
+            Taken::All => order.since_base = None,
         }
     }
 

@@ -8,13 +8,14 @@ use crate::fault::Told;
 use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
-use understudy_protocol::{PAGE_SIZE, PageIndex};
+use understudy_protocol::{BaseId, PAGE_SIZE, PageIndex};
 
 /// The request for a cut.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CaptureRequest {
-    /// All content, not only what may have been written since the last cut.
-    pub everything: bool,
+    /// The base since which what may have been written is enough; all content without one, or if another is counted
+    /// from.
+    pub since: Option<BaseId>,
     /// Note up to so many first accesses, reads and writes, after the cut; 0: none.
     pub trace: usize,
     /// Note repeated accesses too, between calls of [`Cut::watch_again`].
@@ -45,17 +46,19 @@ pub struct CopiedPages {
 pub struct Cut {
     guard: Arc<Guard>,
     request: CaptureRequest,
+    is_incremental: bool,
     /// The pages that it saves.
     changed: PageBitmap,
     /// The next word of pages to copy.
     next: usize,
-    is_committed: bool,
+    /// What it is, once it is stored.
+    committed: Option<BaseId>,
 }
 
 impl Cut {
     pub(super) fn arm(guard: &Arc<Guard>, request: CaptureRequest) -> Result<Cut, MemoryError> {
         let shared = &guard.shared;
-        {
+        let is_incremental = {
             let mut state = shared.lock();
             if state.has_cut || state.sample.is_some() {
                 return Err(MemoryError::FaultsTaken);
@@ -64,16 +67,18 @@ impl Cut {
                 return Err(error);
             }
             state.has_cut = true;
-        }
+            request.since.is_some() && state.base == request.since
+        };
         let cut = Cut {
             guard: Arc::clone(guard),
             request,
+            is_incremental,
             changed: PageBitmap::new(shared.block.pages()),
             next: 0,
-            is_committed: false,
+            committed: None,
         };
         shared.protect_written(None, &cut.changed)?;
-        if request.everything {
+        if !is_incremental {
             shared.add_content(&cut.changed)?;
         }
         if request.trace > 0 {
@@ -159,9 +164,14 @@ impl Cut {
         trace.map(Trace::into_order).unwrap_or_default()
     }
 
-    /// The snapshot is stored for good: what is written after it is what the next one saves.
-    pub fn commit(mut self) {
-        self.is_committed = true;
+    /// Whether it saves only what may have been written since the base that was asked for.
+    pub fn is_incremental(&self) -> bool {
+        self.is_incremental
+    }
+
+    /// The snapshot is stored for good: what is written after it is what the next one saves that builds on it.
+    pub fn commit(mut self, base: BaseId) {
+        self.committed = Some(base);
     }
 
     /// The request for it.
@@ -182,9 +192,10 @@ impl Drop for Cut {
         state.copies.clear();
         state.has_cut = false;
         let was_traced = state.trace.take().is_some();
-        if !self.is_committed {
-            (0..self.changed.words())
-                .for_each(|word| shared.written.add(word, self.changed.word(word)));
+        match self.committed {
+            Some(base) => state.base = Some(base),
+            None => (0..self.changed.words())
+                .for_each(|word| shared.written.add(word, self.changed.word(word))),
         }
         drop(state);
         if was_traced {

@@ -35,7 +35,7 @@ use bitmap::{PageBitmap, WORD_PAGES, joined, runs};
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, PoisonError};
 use trace::Trace;
-use understudy_protocol::{PAGE_SIZE, PageIndex};
+use understudy_protocol::{BaseId, PAGE_SIZE, PageIndex};
 use understudy_threads::{Mutex, MutexGuard};
 
 /// Words of pages that are protected without letting faults in between: 4096 pages, 160 µs.
@@ -76,6 +76,8 @@ struct State {
     trace: Option<Trace>,
     sample: Option<sample::Watched>,
     has_cut: bool,
+    /// The snapshot since which what was written is noted; none before the first.
+    base: Option<BaseId>,
     /// The reason why no cut can be had any more.
     failed: Option<MemoryError>,
 }

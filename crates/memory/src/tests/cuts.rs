@@ -7,13 +7,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
+use understudy_protocol::BaseId;
 use understudy_threads::RwLock;
 
 const PAGES: u64 = 2000;
 
-const EVERYTHING: CaptureRequest =
-    CaptureRequest { everything: true, trace: 0, every_access: false };
-const CHANGES: CaptureRequest = CaptureRequest { everything: false, ..EVERYTHING };
+const EVERYTHING: CaptureRequest = CaptureRequest { since: None, trace: 0, every_access: false };
+const BASE: BaseId = BaseId(7);
+const CHANGES: CaptureRequest = CaptureRequest { since: Some(BASE), ..EVERYTHING };
 
 fn guard(guest: &Guest) -> Arc<Guard> {
     let faults = Arc::new(FaultDescriptor::of_this_process());
@@ -130,11 +131,11 @@ fn snapshots_equal_paused_copies(trace: usize) {
     for round in 0..12 {
         writer.await_steps(200);
         let everything = round % 5 == 0;
-        let every_access = round % 2 == 0;
+        let (since, every_access) = ((!everything).then_some(BASE), round % 2 == 0);
         if everything {
             image.fill(0);
         }
-        let mut cut = guard.arm(CaptureRequest { everything, trace, every_access }).unwrap();
+        let mut cut = guard.arm(CaptureRequest { since, trace, every_access }).unwrap();
         writer.await_steps(50);
         let truth = writer.paused(|| {
             cut.take().unwrap();
@@ -147,7 +148,7 @@ fn snapshots_equal_paused_copies(trace: usize) {
             drop(cut); // It came to nothing: what it took is to be saved again.
             image = before;
         } else {
-            cut.commit();
+            cut.commit(BASE);
         }
     }
     assert!(guest.ram.data_runs().all(|run| run.unwrap().first.0 < PAGES / 2));
@@ -180,7 +181,7 @@ fn only_what_was_written_since_the_last_one_is_saved() {
     };
     let (pages, cut) = take(CHANGES);
     assert_eq!(pages, (0..200).collect::<Vec<_>>());
-    cut.commit();
+    cut.commit(BASE);
     guest.write(7, 2);
     guest.write(300, 2);
     guest.read(9);
@@ -192,7 +193,7 @@ fn only_what_was_written_since_the_last_one_is_saved() {
     drop(cut);
     let (pages, cut) = take(CHANGES);
     assert_eq!(pages, [7, 8, 300]);
-    cut.commit();
+    cut.commit(BASE);
     assert!(take(CHANGES).0.is_empty());
     let content: u64 = guest.ram.data_runs().map(|run| run.unwrap().count).sum();
     assert_eq!(take(EVERYTHING).0.len() as u64, content);

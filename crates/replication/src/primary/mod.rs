@@ -52,7 +52,7 @@ pub type TellSick = Box<dyn Fn(&HostName, &str, u32) + Send + Sync>;
 
 use crate::clock;
 use crate::hand_back::AskWinner;
-use crate::handshake::Identity;
+use crate::handshake::{ClusterOffer, Identity};
 use crate::heartbeat::{self, Dial, Heartbeats};
 use crate::lockstep::primary::{MACHINE, Recording, release};
 use crate::paths::PathMonitor;
@@ -108,6 +108,8 @@ pub struct Plan {
     pub peer: HostName,
     /// The backup's addresses, one for each path.
     pub addresses: Vec<SocketAddr>,
+    /// The cluster of others that the VM is a member of.
+    pub cluster: Option<ClusterOffer>,
     /// The generation at which this host owns the VM.
     pub generation: Generation,
     /// Mode in which the backup is to keep up. The wish may be another one.

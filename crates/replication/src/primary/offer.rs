@@ -65,6 +65,7 @@ pub fn offer(
             .0
             .is_shared()
             .then(|| GroupOffer { membership: group.0.membership.clone(), place: group.1 }),
+        cluster: plan.cluster.clone(),
         disk_bytes: export_bytes(machine)?,
         disk_used: machine.disks().iter().map(|disk| used_bytes(disk)).collect(),
         sessions: plan.sessions.clone(),

@@ -410,8 +410,8 @@ impl fmt::Display for EventKind {
             }
             NotSwept { store, reason } => write!(
                 f,
-                "nothing is removed from the snapshot store {store} any more: {reason}; delete that \
-                 snapshot, or have the version that can read it see to the store"
+                "nothing is removed from the snapshot store {store} any more: {reason}; delete a snapshot that cannot be \
+                 read, or have the version that can read it see to the store"
             ),
             Restored { group, number } => write!(f, "runs as of snapshot {number} of {group}"),
             WrongTokens { from } => write!(

@@ -41,7 +41,7 @@ impl Store {
     /// Stores chunks that are not there yet, several at once. Returns the bytes written.
     pub fn put_chunks(
         &self,
-        chunks: Vec<NewChunk>,
+        chunks: &[NewChunk],
         compression: Compression,
     ) -> Result<u64, StoreError> {
         let written = stream::iter(chunks)
@@ -53,7 +53,7 @@ impl Store {
 
     async fn put_chunk(
         &self,
-        chunk: NewChunk,
+        chunk: &NewChunk,
         compression: Compression,
     ) -> Result<u64, StoreError> {
         let place = Store::place(self.stored_name(chunk.id));
@@ -67,7 +67,7 @@ impl Store {
         let stored = self.seal(&place, encode_chunk(&chunk.content, compression))?;
         let bytes = stored.len() as u64;
         let put = self.objects.put(&path, PutPayload::from(stored)).await;
-        put.map_err(|error| self.failed(format!("write {path}"), error))?;
+        put.map_err(|error| self.not_done(format!("write {path}"), error))?;
         Ok(bytes)
     }
 
@@ -76,7 +76,7 @@ impl Store {
         match self.objects.head(&path).await {
             Ok(_) => Ok(true),
             Err(object_store::Error::NotFound { .. }) => Ok(false),
-            Err(error) => Err(self.failed(format!("look for {path}"), error)),
+            Err(error) => Err(self.not_done(format!("look for {path}"), error)),
         }
     }
 
@@ -102,7 +102,7 @@ impl Store {
             }
             Err(error) => Err(error),
         };
-        let stored = stored.map_err(|error| self.failed(format!("read {path}"), error))?;
+        let stored = stored.map_err(|error| self.not_done(format!("read {path}"), error))?;
         super::pace::pass(stored.len()).await;
         self.open_sealed(&place, stored.into())
             .ok_or(BadChunk::Forged)
@@ -133,7 +133,7 @@ impl Store {
         let chunk = |content: &[u8]| NewChunk { id: ChunkId::of(content), content: content.into() };
         let chunks: Vec<NewChunk> = bytes.chunks(BLOB_CHUNK_BYTES).map(chunk).collect();
         let ids = chunks.iter().map(|chunk| chunk.id).collect();
-        self.put_chunks(chunks, compression)?;
+        self.put_chunks(&chunks, compression)?;
         Ok(Blob { bytes: bytes.len() as u64, chunks: ids })
     }
 

@@ -3,6 +3,8 @@
 use super::KeyError;
 use crate::format::BadChunk;
 use crate::{ChunkId, SnapshotNumber};
+use std::error::Error;
+use std::io;
 use understudy_protocol::{GroupName, NameError};
 
 /// The reason why a store did not do what it was asked for.
@@ -42,6 +44,12 @@ pub enum StoreError {
          for it: use the key file that it was made with"
     )]
     WrongKey(String),
+    /// The storage overwrites what it is asked not to.
+    #[error(
+        "the storage at {0} writes over what is there when it is told to write only where nothing is: hosts would destroy \
+         each other's snapshots; use one that does conditional writes (S3: If-None-Match)"
+    )]
+    Overwrites(String),
     /// A file in the store was written by another version of this program.
     #[error(
         "{what} has version {found} of the format, which this version of understudy does not \
@@ -131,10 +139,36 @@ pub enum StoreError {
         doing: String,
         /// The words that it, or the system, said.
         why: String,
+        /// Whether that may pass by itself.
+        passes: bool,
     },
 }
 
+/// Errors of the system that nothing but an operator ends.
+const LASTING: [io::ErrorKind; 4] = [
+    io::ErrorKind::StorageFull,
+    io::ErrorKind::QuotaExceeded,
+    io::ErrorKind::ReadOnlyFilesystem,
+    io::ErrorKind::PermissionDenied,
+];
+
+/// Whether what storage says may pass: it does not answer, or cannot do anything now.
+pub(super) fn passes(error: &object_store::Error) -> bool {
+    let first: &(dyn Error + 'static) = error;
+    let mut causes = std::iter::successors(Some(first), |&error| error.source());
+    matches!(error, object_store::Error::Generic { .. }) && !causes.any(lasts)
+}
+
+fn lasts(error: &(dyn Error + 'static)) -> bool {
+    error.downcast_ref::<io::Error>().is_some_and(|error| LASTING.contains(&error.kind()))
+}
+
 impl StoreError {
+    /// Whether the same may be done when it is tried again a little later.
+    pub fn is_passing(&self) -> bool {
+        matches!(self, StoreError::Failed { passes: true, .. })
+    }
+
     pub(super) fn damaged(what: impl Into<String>, why: impl ToString) -> StoreError {
         StoreError::Damaged { what: what.into(), why: why.to_string() }
     }

@@ -98,7 +98,7 @@ impl Location {
 
     pub fn failed(&self, doing: &str, why: impl ToString) -> StoreError {
         let (location, doing) = (self.to_string(), doing.to_owned());
-        StoreError::Failed { location, doing, why: why.to_string() }
+        StoreError::Failed { location, doing, why: why.to_string(), passes: false }
     }
 }
 

@@ -80,6 +80,10 @@ impl Store {
         let made = runtime::of(&location)?.block_on(location.make());
         made.map_err(|error| location.failed("be made as a directory", error))?;
         let store = Store::reach(location)?;
+        if store.get(&store.path("store"))?.is_some() {
+            return store.marked(key);
+        }
+        store.check_conditions()?;
         let body = match key {
             None => "\n".to_owned(),
             Some(key) => Mark::new(key).map_err(|error| store.failed("be sealed", error))?.text(),
@@ -87,6 +91,20 @@ impl Store {
         // Who else makes it at the same moment may have made it before: its mark counts.
         store.put_new(&store.path("store"), seal_envelope("store", &body).into_bytes())?;
         store.marked(key)
+    }
+
+    /// Refuses storage that does not keep what is there, on which all marks are built.
+    fn check_conditions(&self) -> Result<(), StoreError> {
+        let word = self.mark_word()?;
+        let trial = self.path(&format!("trial-{}", word.at(0).replace(' ', "-")));
+        let put = || self.put_new(&trial, b"trial".to_vec());
+        // A request whose answer is lost is sent again: only the second one's answer counts.
+        let kept = put().and_then(|_| put()).map(|made| !made);
+        self.delete(&trial)?;
+        match kept? {
+            true => Ok(()),
+            false => Err(StoreError::Overwrites(self.location())),
+        }
     }
 
     /// The store as its mark says that it is.
@@ -141,7 +159,13 @@ impl Store {
 
     fn failed(&self, doing: impl Into<String>, why: impl ToString) -> StoreError {
         let location = self.location.to_string();
-        StoreError::Failed { location, doing: doing.into(), why: why.to_string() }
+        StoreError::Failed { location, doing: doing.into(), why: why.to_string(), passes: false }
+    }
+
+    /// The storage did not do what it was asked for.
+    fn not_done(&self, doing: String, why: object_store::Error) -> StoreError {
+        let (location, passes) = (self.location.to_string(), error::passes(&why));
+        StoreError::Failed { location, doing, why: why.to_string(), passes }
     }
 
     fn block<T>(&self, future: impl Future<Output = T>) -> T {
@@ -171,7 +195,7 @@ impl Store {
         match read {
             Ok(bytes) => Ok(Some(bytes.into())),
             Err(object_store::Error::NotFound { .. }) => Ok(None),
-            Err(error) => Err(self.failed(format!("read {path}"), error)),
+            Err(error) => Err(self.not_done(format!("read {path}"), error)),
         }
     }
 
@@ -181,21 +205,21 @@ impl Store {
         match self.block(self.objects.put_opts(path, payload, PutMode::Create.into())) {
             Ok(_) => Ok(true),
             Err(object_store::Error::AlreadyExists { .. }) => Ok(false),
-            Err(error) => Err(self.failed(format!("write {path}"), error)),
+            Err(error) => Err(self.not_done(format!("write {path}"), error)),
         }
     }
 
     /// Writes, whatever is there.
     fn put(&self, path: &Path, bytes: Vec<u8>) -> Result<(), StoreError> {
         let put = self.block(self.objects.put(path, PutPayload::from(bytes)));
-        put.map(drop).map_err(|error| self.failed(format!("write {path}"), error))
+        put.map(drop).map_err(|error| self.not_done(format!("write {path}"), error))
     }
 
     /// Removes what may be gone already.
     fn delete(&self, path: &Path) -> Result<(), StoreError> {
         match self.block(self.objects.delete(path)) {
             Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
-            Err(error) => Err(self.failed(format!("remove {path}"), error)),
+            Err(error) => Err(self.not_done(format!("remove {path}"), error)),
         }
     }
 
@@ -209,7 +233,7 @@ impl Store {
         match self.objects.list(Some(prefix)).map_ok(|meta| meta.location).try_collect().await {
             Ok(found) => Ok(found),
             Err(object_store::Error::NotFound { .. }) => Ok(Vec::new()),
-            Err(error) => Err(self.failed(format!("list {prefix}"), error)),
+            Err(error) => Err(self.not_done(format!("list {prefix}"), error)),
         }
     }
 }

@@ -110,7 +110,7 @@ impl Store {
     /// Gives a snapshot up and removes what was written of it.
     pub fn abandon(&self, writing: Writing, now: u64) -> Result<Swept, StoreError> {
         self.end_writing(&writing)?;
-        self.sweep(now)
+        Ok(self.sweep_freed(now))
     }
 
     /// The groups that have snapshots here.
@@ -171,7 +171,7 @@ impl Store {
             self.put_new(&path, manifest)?;
             return Err(read);
         }
-        self.sweep(now)
+        Ok(self.sweep_freed(now))
     }
 
     pub(super) fn snapshot_path(&self, group: &GroupName, number: SnapshotNumber) -> Path {

@@ -26,6 +26,8 @@ pub enum Swept {
     Removed(u64),
     /// A snapshot is being written, or somebody else sweeps: the next sweep will do it.
     Later,
+    /// The store has failed, for this reason: the next sweep will do it.
+    Failed(String),
     /// A snapshot cannot be read, for this reason: what it needs is not known, so nothing is
     /// removed before that snapshot is deleted.
     Kept(String),
@@ -83,10 +85,19 @@ fn is_dead(marked: u64, now: u64) -> bool {
 impl Store {
     /// Removes chunks that nothing refers to. `now` is in seconds since 1970.
     pub fn sweep(&self, now: u64) -> Result<Swept, StoreError> {
+        // Without a mark, for which snapshots that begin now would be refused.
+        if self.has_writers(now)? {
+            return Ok(Swept::Later);
+        }
         let Some(mut sweep) = self.begin_sweep(now)? else { return Ok(Swept::Later) };
         let swept = self.sweep_alone(&mut sweep);
         sweep.end()?;
         swept
+    }
+
+    /// The same, of what has just become unneeded: that is so whatever the store says now.
+    pub(super) fn sweep_freed(&self, now: u64) -> Swept {
+        self.sweep(now).unwrap_or_else(|error| Swept::Failed(error.to_string()))
     }
 
     fn begin_sweep(&self, now: u64) -> Result<Option<Sweep<'_>>, StoreError> {
@@ -147,7 +158,7 @@ impl Store {
                 match one {
                     Ok(meta) => unneeded.extend(Some(meta.location).filter(is_unneeded)),
                     Err(object_store::Error::NotFound { .. }) => {}
-                    Err(error) => return Err(self.failed(format!("list {folder}"), error)),
+                    Err(error) => return Err(self.not_done(format!("list {folder}"), error)),
                 }
             }
             if !sweep.goes_on()? {
@@ -216,7 +227,7 @@ impl Store {
         let removed = stream::iter(chunks.to_vec())
             .map(async |path| match self.objects.delete(&path).await {
                 Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
-                Err(error) => Err(self.failed(format!("remove {path}"), error)),
+                Err(error) => Err(self.not_done(format!("remove {path}"), error)),
             })
             .buffer_unordered(CONCURRENT)
             .try_collect::<()>();

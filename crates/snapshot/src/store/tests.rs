@@ -48,10 +48,10 @@ impl Bench {
         let (mut packer, store, packing) = (Packer::new(), &self.store, Compression::Lz4);
         for &unit in changed {
             let full = packer.put(unit, &content(unit, version), Lane::Rest);
-            store.put_chunks(full.into_iter().collect(), packing).unwrap();
+            store.put_chunks(full.as_slice(), packing).unwrap();
         }
         let (last, map, _) = packer.finish(base);
-        store.put_chunks(last, packing).unwrap();
+        store.put_chunks(&last, packing).unwrap();
         let blob = |bytes: &[u8]| store.put_blob(bytes, packing).unwrap();
         let frame = InFlightFrame { from: Member(0), card: CardIndex(0), bytes: vec![9; 70] };
         let queue = vec![Page { block: BlockId(0), index: PageIndex(7) }];
@@ -195,9 +195,9 @@ fn what_is_there_is_not_written_again_unless_it_is_damaged() {
     let mut chunks: Vec<_> =
         all().iter().filter_map(|&unit| packer.put(unit, &content(unit, 1), Lane::Rest)).collect();
     chunks.extend(packer.finish(&AreaMap::zeros(UNITS)).0);
-    assert_eq!(bench.store.put_chunks(chunks.clone(), Compression::None).unwrap(), 0);
+    assert_eq!(bench.store.put_chunks(&chunks, Compression::None).unwrap(), 0);
     std::fs::write(bench.file(map.chunks()[0]), "").unwrap();
-    assert!(bench.store.put_chunks(chunks, Compression::None).unwrap() > 0);
+    assert!(bench.store.put_chunks(&chunks, Compression::None).unwrap() > 0);
     assert!(bench.store.verify(&manifest).unwrap().problems.is_empty());
 }
 
@@ -244,7 +244,7 @@ fn a_missing_chunk_is_found_among_few_and_among_many_of_a_folder() {
     let (few, many) = (&in_folder("00")[1..], in_folder("01"));
     let all: Vec<_> = [few, &many].concat();
     let chunk = |&(at, id): &(u64, ChunkId)| NewChunk { id, content: content(at) };
-    bench.store.put_chunks(all.iter().map(chunk).collect(), Compression::None).unwrap();
+    bench.store.put_chunks(&all.iter().map(chunk).collect::<Vec<_>>(), Compression::None).unwrap();
     let needed = || all.iter().map(|(_, id)| *id).collect();
     bench.store.check_there(needed()).unwrap();
     for missing in [few[3].1, many[3].1] {

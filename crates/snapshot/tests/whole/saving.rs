@@ -41,7 +41,7 @@ pub fn store_member(
     }
     let (last, map, _) = packer.finish(base);
     chunks.extend(last);
-    store.put_chunks(chunks, packing).unwrap();
+    store.put_chunks(&chunks, packing).unwrap();
     let working_set = WorkingSet { queue: saving.queue.pages().to_vec(), size: 12 };
     let frames: Vec<InFlightFrame> = log
         .iter()

@@ -404,6 +404,54 @@ fn a_member_that_fails_over_is_heard_by_all() {
     });
 }
 
+/// Regression: a host whose arbiter did not answer at that moment took a member over and cut it off from its fellows, for
+/// good and without a word.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_member_that_cannot_join_at_once_joins_later() {
+    let mut options = bank_options().calm();
+    let daemon = options.daemons.get_mut("b").expect("a member's host");
+    // The first that joins there is its own.
+    let point = "join-cluster=1*off->4*return->off".to_owned();
+    daemon.environment.push(("FAILPOINTS".to_owned(), point));
+    play(options, |scene| {
+        let bank = Bank::found(scene)?;
+        let (vm, a, b) = (name(0), scene.host("a")?, scene.host("b")?);
+        bank.protect(0)?;
+        hand_over(a, &vm)?;
+        wait_for("host b to say that it is outside", LIMIT, || {
+            let status: Value = serde_json::from_str(&b.call(["status", "--json"])?)?;
+            Ok(status["problems"]
+                .to_string()
+                .contains("do not go through the cluster bank")
+                .then_some(()))
+        })?;
+        bank.await_payments()?;
+        bank.audit()?;
+        bank.snapshot("b")?;
+        let status: Value = serde_json::from_str(&b.call(["status", "--json"])?)?;
+        ensure!(!status["problems"].to_string().contains("cluster"), "{status}");
+        b.call(["vm", "stop", &vm, "--force"])?;
+        bank.end()
+    });
+}
+
+/// Regression: it was protected there, and cut off from its fellows once that host had taken it over.
+#[test]
+fn a_member_is_not_protected_to_a_host_without_its_cluster() {
+    let mut options = bank_options().calm();
+    options.daemons.insert("b".to_owned(), daemon().calm());
+    play(options, |scene| {
+        let bank = Bank::of(scene);
+        let definition = bank.definition(0)?.display().to_string();
+        scene.host("a")?.call(["vm", "start", &definition])?;
+        let words = refusal(scene.host("a")?, &["protect", &name(0), "--to", "b"])?.1;
+        says(&words, &["bank0 is in the cluster bank", "host b", "[cluster.bank]"])?;
+        scene.host("a")?.call(["vm", "stop", &name(0), "--force"])?;
+        await_forgotten_of(scene.host("a")?, &name(0))
+    });
+}
+
 /// Waits until a host, which may run others, has no copy of a VM.
 fn await_forgotten_of(host: &HostProcess, vm: &str) -> Result<()> {
     wait_for(&format!("host {} to forget {vm}", host.name()), LIMIT, || {

@@ -14,6 +14,7 @@ use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::thread;
+use std::time::{SystemTime, UNIX_EPOCH};
 use understudy_lab::scene::VM;
 use understudy_lab::{GuestShell, Scene, SceneOptions, wait_for};
 use understudy_protocol::BlockId;
@@ -271,6 +272,91 @@ fn a_take_over_ends_the_snapshot_of_a_protected_vm() {
     });
 }
 
+/// Regression: a snapshot that was taken while a restored VM was still being loaded was displaced by the older one as what
+/// the next builds on, which was wrong without a word.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_restored_vm_is_snapshotted_once_it_is_noted_as_whole() {
+    let whole = Moment::new();
+    let mut options = small();
+    let held = daemon_passing(whole.action("restore-whole", "1*"));
+    options.daemons.insert("b".to_owned(), held);
+    play(options, |scene| {
+        let store = store(scene);
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let mut shell = scene.shell()?;
+        busy(scene, &mut shell)?;
+        let take = ["vm", "snapshot", VM, "--trace", "0", "--store", &store];
+        json(scene, "a", &take)?;
+        drop(shell);
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "a")?;
+        json(scene, "b", &["vm", "restore", VM, "--store", &store])?;
+        whole.await_reached()?;
+        says(&refusal(scene.host("b")?, &take)?.1, &[VM, "still being loaded", "try again"])?;
+        whole.end()?;
+        json(scene, "b", &take)?;
+        let mut shell = scene.shell()?;
+        let sums = shell.run(FILL)?.text;
+        json(scene, "b", &take)?;
+        let seen = number(&mut shell, "/tmp/count")?;
+        drop(shell);
+        scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "b")?;
+        json(scene, "b", &["vm", "restore", VM, "--store", &store])?;
+        prove_restored(scene, "b", &sums, seen)?;
+        scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "b")
+    });
+}
+
+/// Regression: each snapshot built on the one that had lost a chunk, and none came to exist any more.
+#[test]
+fn a_chunk_that_is_lost_spoils_one_snapshot_only() {
+    play(small(), |scene| {
+        let store = store(scene);
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let take = ["vm", "snapshot", VM, "--trace", "0", "--store", &store];
+        json(scene, "a", &take)?;
+        fs::remove_file(&some_chunks(&store)?[1])?;
+        says(&refusal(scene.host("a")?, &take)?.1, &["given up", "is missing from the store"])?;
+        let report = json(scene, "a", &take)?;
+        ensure!(report["number"] == 3, "{report}");
+        let verified = json(scene, "a", &["cluster", "verify", VM, "--store", &store])?;
+        ensure!(verified["problems"] == Value::Array(vec![]), "{verified}");
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "a")
+    });
+}
+
+/// Regression: what was to be removed later was removed by nobody, least of all in a keeper.
+#[test]
+fn what_a_snapshot_leaves_behind_while_another_is_written_is_removed_later() {
+    play(with_keepers(), |scene| {
+        let store = store(scene);
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let take = ["vm", "snapshot", VM, "--trace", "0", "--store", &store];
+        json(scene, "a", &take)?;
+        fs::remove_file(&some_chunks(&store)?[1])?;
+        let needed = all_chunks(&store)?;
+        let others = Path::new(&store).join("writing/other");
+        fs::create_dir_all(&others)?;
+        let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
+        fs::write(others.join("1"), format!("{now} another-daemon"))?;
+        says(&refusal(scene.host("a")?, &take)?.1, &["given up", "is missing from the store"])?;
+        ensure!(all_chunks(&store)? > needed, "nothing is left behind");
+        fs::remove_file(others.join("1"))?;
+        wait_for("what is not needed to be removed", LIMIT, || {
+            Ok((all_chunks(&store)? == needed).then_some(()))
+        })?;
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "a")
+    });
+}
+
 /// The guest runs on alone, there is no such snapshot, and the next one is the guest's own.
 #[test]
 fn a_backup_dies_while_it_stores_a_snapshot() {
@@ -354,6 +440,12 @@ fn prove_refusals(scene: &Scene, store: &str) -> Result<()> {
         fs::write(&chunk, content)?;
     }
     await_forgotten(scene, "b")
+}
+
+/// How many chunks there are in a store.
+fn all_chunks(location: &str) -> Result<usize> {
+    let folders = fs::read_dir(Path::new(location).join("chunks"))?;
+    folders.map(|folder| Ok(fs::read_dir(folder?.path())?.count())).sum()
 }
 
 /// Paths of some chunks: one of its device state, and one of its main memory. (The kernel that it

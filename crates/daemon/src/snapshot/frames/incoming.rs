@@ -19,14 +19,11 @@ pub(crate) fn serve(
     let _reading = take_turn(network, peer, link);
     link.send_json(Kind::Welcome, &Welcome::of(own))?;
     link.set_read_timeout(None)?;
-    loop {
-        let message = match link.receive() {
-            Ok(message) => message,
-            // As it ends when the last member there is gone, or that host is.
-            Err(_) => return Ok(()),
-        };
-        take(network, peer, &message)?;
-    }
+    // It ends when the last member there is gone, or that host is.
+    let read = || link.receive().ok();
+    let taken = std::iter::from_fn(read).try_for_each(|message| take(network, peer, &message));
+    network.state().forget(peer);
+    taken
 }
 
 /// Ends the host's last connection, if there is one, and waits until what came over it is all through:
@@ -52,7 +49,7 @@ fn take(network: &Network, peer: &HostName, message: &Message) -> anyhow::Result
             ensure!(kind == Kind::Frames, "unexpected {kind:?} message between members");
             let mut batch = &message.payload[..];
             while let Some(message) = take_first(&mut batch)? {
-                let calls = network.state().received(message)?;
+                let calls = network.state().received(peer, message)?;
                 calls.into_iter().for_each(Call::make);
             }
         }

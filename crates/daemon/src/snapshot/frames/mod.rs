@@ -29,6 +29,7 @@ mod seat;
 
 pub(crate) use incoming::serve;
 pub(crate) use network::Network;
+pub(super) use network::listed;
 pub use seat::Seat;
 use std::thread::Builder;
 use tracing::warn;

@@ -44,6 +44,9 @@ impl AsRef<[u8]> for Frame {
 pub(super) struct Presence {
     pub incarnation: Incarnation,
     pub members: Vec<MemberCards>,
+    /// The names of all members, by which they are numbered there; none of a version before this.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub names: Option<Vec<VmName>>,
     /// Whether the other host is to say the same of its own.
     pub answer: bool,
 }
@@ -65,6 +68,8 @@ pub(super) struct State {
     pub outgoing: BTreeMap<HostName, Arc<Outgoing>>,
     /// The last connection from each host, and where its end is heard of.
     pub incoming: BTreeMap<HostName, (Link, Receiver<()>)>,
+    /// The members' names as each connected host has them.
+    said: BTreeMap<HostName, Vec<VmName>>,
     /// Counts those who joined.
     joined: u64,
     /// Whether a thread looks after it.
@@ -139,6 +144,18 @@ impl Network {
         Ok(())
     }
 
+    /// Problems of its host.
+    pub fn problems(&self) -> Vec<String> {
+        let state = self.state();
+        let problem = |words| {
+            format!(
+                "cluster {}: {words}: their frames do not go through the cluster, and it cannot be snapshotted",
+                self.name
+            )
+        };
+        state.other_lists().map(problem).collect()
+    }
+
     /// Envelopes come from one that was sent here, or from a member here.
     pub fn carry(&self, message: &[u8]) {
         let calls = self.state().carry(message);
@@ -155,11 +172,18 @@ impl State {
             self.incarnation.0,
             incarnation.0
         );
+        ensure!(
+            self.locals.is_empty() || incarnation != self.incarnation || members == self.names,
+            "the members of the cluster {name} that run here are {}; it has {} now: start them anew",
+            listed(&self.names),
+            listed(&members)
+        );
         if incarnation != self.incarnation {
             *self = State {
                 incarnation,
                 outgoing: std::mem::take(&mut self.outgoing),
                 incoming: std::mem::take(&mut self.incoming),
+                said: std::mem::take(&mut self.said),
                 tended: self.tended,
                 joined: self.joined,
                 ..State::default()
@@ -231,7 +255,30 @@ impl State {
                 None => Some(format!("{name} runs on no host that is connected with this one")),
             }
         };
-        members.into_iter().find_map(lacks)
+        let lacking = members.into_iter().find_map(lacks)?;
+        Some(self.other_lists().next().unwrap_or(lacking))
+    }
+
+    /// Whether a host numbers the members by another list: to it they are others.
+    fn has_other_list(&self, host: &HostName) -> bool {
+        self.said.get(host).is_some_and(|said| *said != self.names)
+    }
+
+    /// Words on the hosts whose list of members is another than that of those here.
+    pub fn other_lists(&self) -> impl Iterator<Item = String> {
+        let others = self.said.iter().filter(|(host, _)| self.has_other_list(host));
+        others.filter(|_| !self.locals.is_empty()).map(|(host, said)| {
+            format!(
+                "its members are {} here, and {} on host {host}",
+                listed(&self.names),
+                listed(said)
+            )
+        })
+    }
+
+    /// What a host says is not known any more.
+    pub fn forget(&mut self, host: &HostName) {
+        self.said.remove(host);
     }
 
     fn tell_all(&self, answer: bool) {
@@ -249,7 +296,8 @@ impl State {
     }
 
     fn presence(&self, answer: bool) -> Presence {
-        Presence { incarnation: self.incarnation, members: self.roster.here(), answer }
+        let (incarnation, names) = (self.incarnation, Some(self.names.clone()));
+        Presence { incarnation, members: self.roster.here(), names, answer }
     }
 
     /// Envelopes without a frame, for each member here and each that is not.
@@ -265,11 +313,16 @@ impl State {
 
     /// A host says who runs there.
     pub fn learn(&mut self, host: &HostName, presence: Presence) {
+        match presence.names {
+            Some(names) => self.said.insert(host.clone(), names),
+            None => self.said.remove(host),
+        };
         // An older incarnation is over; a newer one is for those who begin it here.
         if presence.incarnation != self.incarnation || self.locals.is_empty() {
             return;
         }
-        self.roster.replace(host, presence.members);
+        let is_other = self.has_other_list(host);
+        self.roster.replace(host, if is_other { Vec::new() } else { presence.members });
         // What was won elsewhere is about to end here.
         let roster = &self.roster;
         self.locals.retain(|member, _| roster.place(*member) == Some(&Place::Here));
@@ -300,9 +353,12 @@ impl State {
         Vec::new()
     }
 
-    /// An envelope has come over a connection.
-    pub fn received(&mut self, message: &[u8]) -> anyhow::Result<Vec<Call>> {
+    /// An envelope has come over a connection from this host.
+    pub fn received(&mut self, host: &HostName, message: &[u8]) -> anyhow::Result<Vec<Call>> {
         let (envelope, frame) = Envelope::decode(message)?;
+        if self.has_other_list(host) {
+            return Ok(Vec::new());
+        }
         Ok(self.arrived(envelope, frame))
     }
 
@@ -341,6 +397,11 @@ impl Local {
     pub fn inlet(&self, card: CardIndex) -> Option<&Inlet> {
         self.inlets.get(usize::from(card.0))
     }
+}
+
+/// Names, for people.
+pub(in super::super) fn listed(names: &[VmName]) -> String {
+    names.iter().map(VmName::to_string).collect::<Vec<_>>().join(", ")
 }
 
 /// A card of a member, as its port sees the network.

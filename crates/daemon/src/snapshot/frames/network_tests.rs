@@ -30,6 +30,7 @@ impl CutListener for Recorder {
 struct Side {
     network: Arc<Network>,
     member: Member,
+    names: Vec<VmName>,
     heard: Arc<Recorder>,
     way: Arc<Outgoing>,
     machine: Arc<()>,
@@ -49,10 +50,17 @@ fn frame(from: Member, to: Member, text: &str) -> Vec<u8> {
 
 impl Side {
     fn new(member: u16, peer: &str) -> Side {
+        Side::of(&["web", "db"], member, peer)
+    }
+
+    /// The same where the members are these.
+    fn of(names: &[&str], member: u16, peer: &str) -> Side {
         let network = Network::new(&literal("shop"));
         let way = network.state().new_way(&peer.parse().unwrap()).unwrap();
         let heard = Arc::new(Recorder::default());
-        let side = Side { network, member: Member(member), heard, way, machine: Arc::new(()) };
+        let names = names.iter().map(|name| name.parse().unwrap()).collect();
+        let side =
+            Side { network, member: Member(member), names, heard, way, machine: Arc::new(()) };
         side.join(Incarnation(1), 4).unwrap();
         side
     }
@@ -66,7 +74,7 @@ impl Side {
             machine,
         };
         let joining = Joining {
-            members: vec![literal("web"), literal("db")],
+            members: self.names.clone(),
             member: self.member,
             generation: Generation(1),
             incarnation,
@@ -116,7 +124,7 @@ impl Side {
                 if message == b"end" {
                     return;
                 }
-                let calls = other.network.state().received(message).unwrap();
+                let calls = other.network.state().received(&own.parse().unwrap(), message).unwrap();
                 calls.into_iter().for_each(Call::make);
             }
         }
@@ -216,7 +224,7 @@ fn a_machine_that_is_gone_is_no_member() {
 /// Host c has won a member, and says so.
 fn taken_over(member: Member) -> Presence {
     let known = MemberCards { member, generation: Generation(2), cards: vec![card(member)] };
-    Presence { incarnation: Incarnation(1), members: vec![known], answer: false }
+    Presence { incarnation: Incarnation(1), members: vec![known], names: None, answer: false }
 }
 
 /// Place of a member, as a host believes.
@@ -249,4 +257,61 @@ fn a_member_that_was_won_elsewhere_is_no_member_here() {
     b.machine = Arc::new(());
     b.network.state().reap();
     assert_eq!(place(&b, b.member), Some(Place::Host(literal("c"))), "it is known where it went");
+}
+
+/// Member 0 of hosts a and b, whose lists are these, once each has heard of the other.
+fn strangers() -> (Side, Side) {
+    let (a, b) = (Side::of(&["db", "web"], 0, "b"), Side::of(&["cache", "db", "web"], 1, "a"));
+    for side in [&a, &b] {
+        side.network.state().open(&side.way);
+    }
+    for _ in 0..2 {
+        a.deliver("a", &b);
+        b.deliver("b", &a);
+    }
+    (a, b)
+}
+
+/// Regression: db of host b was web to host a. Its frames went to whoever had that number, and a VM whose
+/// number another had won had no network at all.
+#[test]
+fn a_host_with_another_list_of_members_is_another_network() {
+    let (a, b) = strangers();
+    for side in [&a, &b] {
+        assert_eq!(side.network.state().roster.here().len(), 1, "only itself is known");
+        assert!(side.send(Member(2), "over the bridge"));
+    }
+    let expected = "its members are db, web here, and cache, db, web on host b";
+    assert_eq!(a.network.state().lacks().unwrap(), expected);
+    let [problem] = &a.network.problems()[..] else { panic!("it is a problem of host a") };
+    assert!(problem.starts_with(&format!("cluster shop: {expected}: ")), "{problem}");
+    assert!(b.network.problems()[0].contains("cache, db, web here, and db, web on host a"));
+
+    let won = MemberCards { member: a.member, generation: Generation(9), cards: vec![] };
+    let names = Some(b.names.clone());
+    let presence =
+        Presence { incarnation: Incarnation(1), members: vec![won], names, answer: false };
+    a.network.state().learn(&literal("b"), presence);
+    assert_eq!(place(&a, a.member), Some(Place::Here), "another VM was won there");
+    // A sign of host b's db, which is web here.
+    let envelope = Envelope {
+        from: b.member,
+        to: a.member,
+        incarnation: Incarnation(1),
+        number: SnapshotNumber(5),
+    };
+    let calls = a.network.state().received(&literal("b"), &envelope.encode()).unwrap();
+    assert!(calls.is_empty(), "no snapshot of this cluster");
+
+    a.network.state().forget(&literal("b"));
+    assert!(a.network.problems().is_empty(), "it is connected no more");
+}
+
+#[test]
+fn a_member_does_not_join_others_under_another_list() {
+    let mut a = Side::new(0, "b");
+    a.names.push(literal("cache"));
+    let refused = a.join(Incarnation(1), 4).unwrap_err().to_string();
+    assert!(refused.contains("are web, db; it has web, db, cache now"), "{refused}");
+    a.join(Incarnation(2), 4).unwrap();
 }

@@ -3,7 +3,7 @@ use super::*;
 use understudy_snapshot::{ENVELOPE_BYTES, Incarnation, Member, SnapshotNumber};
 
 fn presence() -> Presence {
-    Presence { incarnation: Incarnation(1), members: Vec::new(), answer: false }
+    Presence { incarnation: Incarnation(1), members: Vec::new(), names: None, answer: false }
 }
 
 fn sign(number: u64) -> Envelope {
