@@ -183,8 +183,8 @@ pub(crate) mod tests {
             is_ip4 in any::<bool>(), vlan in any::<bool>(), size in SegmentBytes::LEAST..3000,
             payload in proptest::collection::vec(any::<u8>(), 1..9000),
         ) {
-            let pieces = cut_up(&segment(is_ip4, vlan, &payload, size));
-            let pieces: Vec<_> = pieces.unwrap().collect();
+            let whole = segment(is_ip4, vlan, &payload, size);
+            let pieces: Vec<_> = cut_up(&whole).unwrap().collect();
             let mut joined = Vec::new();
             for (n, piece) in pieces.iter().enumerate() {
                 let (sequence, flags, part) = read(piece);

@@ -6,7 +6,7 @@ use understudy_protocol::{Generation, HostName, Ownership, VmName};
 
 /// What the arbiter says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Word {
+pub enum Word {
     /// The host owns the VM, at that generation or since.
     Yes,
     /// Another host owns it, or none does.

@@ -105,9 +105,9 @@ fn tend(host: &Weak<Host>, network: &Arc<Network>) {
     let tending = Builder::new().name("fabric".to_owned());
     let tended = network.clone();
     let started = tending.spawn(move || {
-        for looks in 0_u32.. {
+        for looks in (0..ASKED_AGAIN).cycle() {
             let Some(alive) = host.upgrade() else { break };
-            if looks % ASKED_AGAIN == 0 {
+            if looks == 0 {
                 network.ask_again(&|vm, host, generation| {
                     Word::ask(alive.arbiter.as_ref(), vm, host, generation)
                 });
