@@ -83,7 +83,7 @@ pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place, passed: Option<P
             }
             Purpose::Frames { cluster } => {
                 let network = host.snapshots.network(&cluster);
-                frames::serve(&network, &host.config.name, &hello.host, &link)
+                frames::serve(host, &network, &hello.host, &link)
             }
             Purpose::Resume { session, path, received } => {
                 let session = session_of(host, &link, &session)?;

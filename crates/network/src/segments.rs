@@ -184,8 +184,7 @@ pub(crate) mod tests {
             payload in proptest::collection::vec(any::<u8>(), 1..9000),
         ) {
             let whole = segment(is_ip4, vlan, &payload, size);
-            let pieces = cut_up(&whole);
-            let pieces: Vec<_> = pieces.unwrap().collect();
+            let pieces: Vec<_> = cut_up(&whole).unwrap().collect();
             let mut joined = Vec::new();
             for (n, piece) in pieces.iter().enumerate() {
                 let (sequence, flags, part) = read(piece);

@@ -5,7 +5,7 @@ use nix::errno::Errno;
 use nix::fcntl::{OFlag, RenameFlags, open, openat, renameat2};
 use nix::sys::stat::Mode;
 use nix::unistd::{UnlinkatFlags, unlinkat};
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -40,23 +40,23 @@ pub fn empty(path: &Path) -> io::Result<()> {
 }
 
 /// Removes a directory that is in another; the directories in it come up.
-fn dissolve(top: &OwnedFd, name: &OsString, moved: &mut u64) -> io::Result<()> {
-    let inner = openat(top, name.as_os_str(), directory(), Mode::empty())?;
+fn dissolve(top: &OwnedFd, name: &OsStr, moved: &mut u64) -> io::Result<()> {
+    let inner = openat(top, name, directory(), Mode::empty())?;
     for entry in names(&inner)? {
         if !is_unlinked(&inner, &entry)? {
             move_up(&inner, &entry, top, moved)?;
         }
     }
-    Ok(unlinkat(top, name.as_os_str(), UnlinkatFlags::RemoveDir)?)
+    Ok(unlinkat(top, name, UnlinkatFlags::RemoveDir)?)
 }
 
 /// Moves it to a name that nobody has.
-fn move_up(from: &OwnedFd, entry: &OsString, top: &OwnedFd, moved: &mut u64) -> io::Result<()> {
+fn move_up(from: &OwnedFd, entry: &OsStr, top: &OwnedFd, moved: &mut u64) -> io::Result<()> {
     loop {
         let name = format!("moved-{moved}");
         *moved += 1;
         let flags = RenameFlags::RENAME_NOREPLACE;
-        match renameat2(from, entry.as_os_str(), top, name.as_str(), flags) {
+        match renameat2(from, entry, top, name.as_str(), flags) {
             Err(Errno::EEXIST) => {}
             result => return Ok(result?),
         }
@@ -64,8 +64,8 @@ fn move_up(from: &OwnedFd, entry: &OsString, top: &OwnedFd, moved: &mut u64) -> 
 }
 
 /// Whether it was removed; if not, it is a directory.
-fn is_unlinked(inside: impl AsFd, name: &OsString) -> io::Result<bool> {
-    match unlinkat(inside, name.as_os_str(), UnlinkatFlags::NoRemoveDir) {
+fn is_unlinked(inside: impl AsFd, name: &OsStr) -> io::Result<bool> {
+    match unlinkat(inside, name, UnlinkatFlags::NoRemoveDir) {
         Ok(()) => Ok(true),
         Err(Errno::EISDIR) => Ok(false),
         Err(error) => Err(error.into()),

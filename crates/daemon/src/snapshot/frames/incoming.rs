@@ -1,7 +1,9 @@
 //! Frames and news of members that come from another host.
 
+use super::attested::Word;
 use super::batch::take_first;
 use super::network::{Call, Network};
+use crate::host::Host;
 use anyhow::ensure;
 use crossbeam_channel::Sender;
 use understudy_link::link::{Link, read_json};
@@ -11,17 +13,18 @@ use understudy_replication::handshake::Welcome;
 
 /// Reads what `peer` sends to the members of a cluster, until the connection ends.
 pub(crate) fn serve(
+    host: &Host,
     network: &Network,
-    own: &HostName,
     peer: &HostName,
     link: &Link,
 ) -> anyhow::Result<()> {
     let _reading = take_turn(network, peer, link);
-    link.send_json(Kind::Welcome, &Welcome::of(own))?;
+    link.send_json(Kind::Welcome, &Welcome::of(&host.config.name))?;
     link.set_read_timeout(None)?;
     // It ends when the last member there is gone, or that host is.
     let read = || link.receive().ok();
-    let taken = std::iter::from_fn(read).try_for_each(|message| take(network, peer, &message));
+    let taken =
+        std::iter::from_fn(read).try_for_each(|message| take(host, network, peer, &message));
     network.state().forget(peer);
     taken
 }
@@ -39,11 +42,14 @@ fn take_turn(network: &Network, peer: &HostName, link: &Link) -> Sender<()> {
     reading
 }
 
-fn take(network: &Network, peer: &HostName, message: &Message) -> anyhow::Result<()> {
+fn take(host: &Host, network: &Network, peer: &HostName, message: &Message) -> anyhow::Result<()> {
     match message.header.kind {
         Kind::Presence => {
             let presence = read_json(message, Kind::Presence)?;
-            network.state().learn(peer, presence);
+            // Here, as what the host sends next counts only then.
+            network.learn(peer, presence, &|vm, owner, generation| {
+                Word::ask(host.arbiter.as_ref(), vm, owner, generation)
+            });
         }
         kind => {
             ensure!(kind == Kind::Frames, "unexpected {kind:?} message between members");

@@ -19,6 +19,7 @@
 //! and after a restore, once the machine is there and before it goes live: [`join`]
 //! with a greater incarnation, then [`Seat::deliver`].
 
+mod attested;
 mod batch;
 mod incoming;
 mod mutant;
@@ -27,6 +28,7 @@ mod outgoing;
 mod roster;
 mod seat;
 
+use attested::Word;
 pub(crate) use incoming::serve;
 pub(crate) use network::Network;
 pub(super) use network::listed;
@@ -45,6 +47,8 @@ use understudy_snapshot::{Incarnation, Member, SnapshotNumber};
 
 /// Time after which it is looked again whether members are gone and whether there are new hosts.
 const LOOK: Duration = Duration::from_millis(500);
+/// Number of looks after which an arbiter that was silent is asked again.
+const ASKED_AGAIN: u32 = 8;
 
 /// Listener by which the driver of a member's snapshots is told by its cut. Called on threads that
 /// carry frames: it must not wait.
@@ -101,7 +105,13 @@ fn tend(host: &Weak<Host>, network: &Arc<Network>) {
     let tending = Builder::new().name("fabric".to_owned());
     let tended = network.clone();
     let started = tending.spawn(move || {
-        while let Some(alive) = host.upgrade() {
+        for looks in (0..ASKED_AGAIN).cycle() {
+            let Some(alive) = host.upgrade() else { break };
+            if looks == 0 {
+                network.ask_again(&|vm, host, generation| {
+                    Word::ask(alive.arbiter.as_ref(), vm, host, generation)
+                });
+            }
             let known = alive.known_hosts();
             let own = alive.config.name.clone();
             drop(alive);

@@ -5,6 +5,7 @@
 //! has taken a snapshot. Nothing is waited for under it. It comes after the locks of the port
 //! that sends, and before those of the port that receives.
 
+use super::attested::Word;
 use super::outgoing::Outgoing;
 use super::roster::{MemberCards, Place, Roster, Route};
 use super::{CutListener, Joining};
@@ -17,8 +18,8 @@ use tracing::{info, warn};
 use understudy_link::link::Link;
 use understudy_machine::Machine;
 use understudy_network::{Fabric as Carrier, Inlet};
-use understudy_protocol::CardIndex;
 use understudy_protocol::VmName;
+use understudy_protocol::{CardIndex, Generation};
 use understudy_protocol::{GroupName, HostName};
 use understudy_qemu::definition::CardDefinition;
 use understudy_snapshot::{
@@ -51,6 +52,9 @@ pub(super) struct Presence {
     pub answer: bool,
 }
 
+/// Asks for the arbiter's word on a VM that is that host's, which says so, in that generation.
+pub(super) type Ask<'a> = &'a dyn Fn(&VmName, &HostName, Generation) -> Word;
+
 /// See the module.
 pub(crate) struct Network {
     pub name: GroupName,
@@ -70,6 +74,8 @@ pub(super) struct State {
     pub incoming: BTreeMap<HostName, (Link, Receiver<()>)>,
     /// The members' names as each connected host has them.
     said: BTreeMap<HostName, Vec<VmName>>,
+    /// What hosts said last on which the arbiter did not answer.
+    unanswered: BTreeMap<HostName, Presence>,
     /// Counts those who joined.
     joined: u64,
     /// Whether a thread looks after it.
@@ -154,6 +160,40 @@ impl Network {
             )
         };
         state.other_lists().map(problem).collect()
+    }
+
+    /// A host says who runs there. Of members that are known to run elsewhere the arbiter is asked, which is
+    /// waited for.
+    pub(super) fn learn(&self, host: &HostName, presence: Presence, ask: Ask<'_>) {
+        let words = self.ask(host, &presence, ask);
+        self.state().learn(host, presence, &words);
+    }
+
+    /// Asks the arbiter again what it has not answered.
+    pub(super) fn ask_again(&self, ask: Ask<'_>) {
+        let unanswered = self.state().unanswered.clone();
+        for (host, presence) in unanswered {
+            let words = self.ask(&host, &presence, ask);
+            let mut state = self.state();
+            // It may have said something else meanwhile.
+            if state.unanswered.get(&host) != Some(&presence) {
+                continue;
+            }
+            state.learn(&host, presence, &words);
+            if let (false, Some(way)) =
+                (state.unanswered.contains_key(&host), state.outgoing.get(&host))
+            {
+                // What it has sent before did not count.
+                state.tell(way, true);
+            }
+        }
+    }
+
+    fn ask(&self, host: &HostName, presence: &Presence, ask: Ask<'_>) -> BTreeMap<Member, Word> {
+        let doubtful = self.state().doubtful(host, presence);
+        let word =
+            |(said, vm): (MemberCards, VmName)| (said.member, ask(&vm, host, said.generation));
+        doubtful.into_iter().map(word).collect()
     }
 
     /// Envelopes come from one that was sent here, or from a member here.
@@ -264,15 +304,15 @@ impl State {
         self.said.get(host).is_some_and(|said| *said != self.names)
     }
 
-    /// Members that a host has by another list, by the numbers that they have here.
-    fn as_here(&self, host: &HostName, members: Vec<MemberCards>) -> Vec<MemberCards> {
-        let said = self.said.get(host).map(Vec::as_slice).unwrap_or_default();
+    /// Members that run on a host, as it says, by the numbers that they have here: its list may be another.
+    fn as_here(&self, presence: Presence) -> Vec<MemberCards> {
+        let said = presence.names.as_ref().unwrap_or(&self.names);
         let as_here = |known: MemberCards| {
             let name = said.get(known.member.index())?;
             let member = self.names.iter().position(|own| own == name)?;
             Some(MemberCards { member: Member(member as u16), ..known })
         };
-        members.into_iter().filter_map(as_here).collect()
+        presence.members.into_iter().filter_map(as_here).collect()
     }
 
     /// Words on the hosts whose list of members is another than that of those here.
@@ -290,6 +330,7 @@ impl State {
     /// What a host says is not known any more.
     pub fn forget(&mut self, host: &HostName) {
         self.said.remove(host);
+        self.unanswered.remove(host);
     }
 
     fn tell_all(&self, answer: bool) {
@@ -322,27 +363,50 @@ impl State {
         self.locals.iter().flat_map(of_one).collect()
     }
 
-    /// A host says who runs there.
-    pub fn learn(&mut self, host: &HostName, presence: Presence) {
-        match presence.names {
+    /// Members that by a host's word run there, and are known to run elsewhere.
+    fn doubtful(&self, host: &HostName, presence: &Presence) -> Vec<(MemberCards, VmName)> {
+        if presence.incarnation != self.incarnation || self.locals.is_empty() {
+            return Vec::new();
+        }
+        let is_elsewhere = |place: &Place| *place != Place::Host(host.clone());
+        let doubtful = self.as_here(presence.clone()).into_iter().filter_map(|said| {
+            let name = self.names.get(said.member.index())?;
+            self.roster.place(said.member).filter(|&place| is_elsewhere(place))?;
+            Some((said, name.clone()))
+        });
+        doubtful.collect()
+    }
+
+    /// A host says who runs there; these are the arbiter's words on it.
+    fn learn(&mut self, host: &HostName, mut presence: Presence, words: &BTreeMap<Member, Word>) {
+        match presence.names.clone() {
             Some(names) => self.said.insert(host.clone(), names),
             None => self.said.remove(host),
         };
+        self.unanswered.remove(host);
         // An older incarnation is over; a newer one is for those who begin it here.
         if presence.incarnation != self.incarnation || self.locals.is_empty() {
             return;
         }
-        let (members, strangers) = match self.has_other_list(host) {
-            true => (Vec::new(), self.as_here(host, presence.members)),
-            false => (presence.members, Vec::new()),
+        let answers = std::mem::take(&mut presence.answer);
+        if words.values().any(|word| *word == Word::Silent) {
+            self.unanswered.insert(host.clone(), presence.clone());
+        }
+        let is_other = self.has_other_list(host);
+        let members = self.as_here(presence);
+        let (members, strangers) = match is_other {
+            true => (Vec::new(), members),
+            false => (members, Vec::new()),
         };
-        self.roster.replace(host, members);
-        strangers.iter().for_each(|stranger| self.roster.leave(stranger));
+        self.roster.replace(host, members, words);
+        for stranger in &strangers {
+            self.roster.leave(stranger, words.get(&stranger.member).copied());
+        }
         // What was won elsewhere is about to end here.
         let roster = &self.roster;
         self.locals.retain(|member, _| roster.place(*member) == Some(&Place::Here));
         match self.outgoing.get(host) {
-            Some(way) if presence.answer => self.tell(way, false),
+            Some(way) if answers => self.tell(way, false),
             Some(_) => {}
             None => warn!(
                 "members of a cluster run on host {host}, which is not known here: name it under \
@@ -371,7 +435,9 @@ impl State {
     /// An envelope has come over a connection from this host.
     pub fn received(&mut self, host: &HostName, message: &[u8]) -> anyhow::Result<Vec<Call>> {
         let (envelope, frame) = Envelope::decode(message)?;
-        if self.has_other_list(host) {
+        // Who runs elsewhere sends nothing from there.
+        let is_its = |place: &Place| matches!(place, Place::Host(at) if at == host);
+        if self.has_other_list(host) || !self.roster.place(envelope.from).is_some_and(is_its) {
             return Ok(Vec::new());
         }
         Ok(self.arrived(envelope, frame))

@@ -84,6 +84,11 @@ impl Side {
         self.network.state().join(body, joining, &literal("shop"))
     }
 
+    /// A host says who runs there, and the arbiter says that of it.
+    fn learn(&self, host: &str, presence: Presence, word: Word) {
+        self.network.learn(&host.parse().unwrap(), presence, &|_, _, _| word);
+    }
+
     fn number(&self) -> u64 {
         self.network.state().locals[&self.member].cut.number().0
     }
@@ -116,7 +121,7 @@ impl Side {
             let (kind, bytes) = taker.next().unwrap();
             if kind == Kind::Presence {
                 let presence = serde_json::from_slice(&bytes).unwrap();
-                other.network.state().learn(&own.parse().unwrap(), presence);
+                other.learn(own, presence, Word::No);
                 continue;
             }
             let mut batch = &bytes[..];
@@ -235,7 +240,7 @@ fn place(at: &Side, member: Member) -> Option<Place> {
 #[test]
 fn a_host_that_has_not_heard_of_a_take_over_is_not_believed() {
     let (a, mut b) = pair();
-    a.network.state().learn(&literal("c"), taken_over(b.member));
+    a.learn("c", taken_over(b.member), Word::Yes);
     // It was cut off, is back, and still has its copy.
     b.network.state().open(&b.way);
     b.deliver("b", &a);
@@ -249,7 +254,7 @@ fn a_host_that_has_not_heard_of_a_take_over_is_not_believed() {
 #[test]
 fn a_member_that_was_won_elsewhere_is_no_member_here() {
     let (a, mut b) = pair();
-    b.network.state().learn(&literal("c"), taken_over(b.member));
+    b.learn("c", taken_over(b.member), Word::Yes);
     assert_eq!(place(&b, b.member), Some(Place::Host(literal("c"))));
     a.send(b.member, "to the copy that is about to end");
     a.deliver("a", &b);
@@ -291,7 +296,7 @@ fn a_host_with_another_list_of_members_is_another_network() {
     let names = Some(b.names.clone());
     let presence =
         Presence { incarnation: Incarnation(1), members: vec![won], names, answer: false };
-    a.network.state().learn(&literal("b"), presence);
+    a.learn("b", presence, Word::Yes);
     assert_eq!(place(&a, a.member), Some(Place::Here), "another VM was won there");
     // A sign of host b's db, which is web here.
     let envelope = Envelope {
@@ -316,13 +321,13 @@ fn a_host_with_another_list_of_members_is_another_network() {
         answer: false,
     };
     let of_c = presence(vec![there(Member(1), 4)], a.names.clone());
-    a.network.state().learn(&literal("c"), of_c);
+    a.learn("c", of_c, Word::Nobody);
     assert_eq!(place(&a, Member(1)), Some(Place::Host(literal("c"))));
     let stale = presence(vec![there(Member(2), 3)], b.names.clone());
-    a.network.state().learn(&literal("b"), stale);
+    a.learn("b", stale, Word::No);
     assert_eq!(place(&a, Member(1)), Some(Place::Host(literal("c"))), "it has lost it since");
     let taken = presence(vec![there(Member(2), 5)], b.names.clone());
-    a.network.state().learn(&literal("b"), taken);
+    a.learn("b", taken, Word::Yes);
     assert_eq!(place(&a, Member(1)), None, "its frames pass outside");
 
     a.network.state().forget(&literal("b"));
@@ -336,4 +341,63 @@ fn a_member_does_not_join_others_under_another_list() {
     let refused = a.join(Incarnation(1), 4).unwrap_err().to_string();
     assert!(refused.contains("are web, db; it has web, db, cache now"), "{refused}");
     a.join(Incarnation(2), 4).unwrap();
+}
+
+/// Regression: a known host that said so had the frames for a member, and the member was cut off.
+#[test]
+fn a_host_that_the_arbiter_does_not_name_takes_no_member() {
+    let (a, b) = pair();
+    let mut greatest = taken_over(b.member);
+    greatest.members[0].generation = Generation((1 << 48) - 1);
+    for word in [Word::No, Word::Silent, Word::Nobody] {
+        b.learn("c", greatest.clone(), word);
+        assert_eq!(place(&b, b.member), Some(Place::Here), "{word:?}");
+        assert!(!b.network.state().locals.is_empty(), "{word:?}");
+    }
+    for word in [Word::No, Word::Silent] {
+        a.learn("c", greatest.clone(), word);
+        assert_eq!(place(&a, b.member), Some(Place::Host(literal("b"))), "{word:?}");
+    }
+}
+
+#[test]
+fn a_silent_arbiter_is_asked_again() {
+    let (a, b) = pair();
+    let [at_b, at_c] = ["b", "c"].map(|host| Some(Place::Host(host.parse().unwrap())));
+    a.learn("c", taken_over(b.member), Word::Silent);
+    let asked = std::cell::RefCell::new(Vec::new());
+    let ask = |word| {
+        a.network.ask_again(&|vm, host, generation| {
+            asked.borrow_mut().push(format!("{vm} {host} {generation}"));
+            word
+        });
+        place(&a, b.member)
+    };
+    assert_eq!(ask(Word::Silent), at_b);
+    assert_eq!(ask(Word::Yes), at_c);
+    assert_eq!(ask(Word::Yes), at_c);
+    assert_eq!(*asked.borrow(), ["db c 2", "db c 2"], "and once it has answered no more");
+
+    a.learn("b", taken_over(b.member), Word::Silent);
+    a.network.state().forget(&literal("b"));
+    assert_eq!(ask(Word::Yes), at_c);
+    assert_eq!(asked.borrow().len(), 2, "it is connected no more");
+}
+
+#[test]
+fn a_host_speaks_for_its_own_members_only() {
+    let (a, b) = pair();
+    let sign = |from| Envelope {
+        from,
+        to: b.member,
+        incarnation: Incarnation(1),
+        number: SnapshotNumber(9),
+    };
+    let says = |host: &str, from| {
+        let host = host.parse().unwrap();
+        b.network.state().received(&host, &sign(from).encode()).unwrap().len()
+    };
+    assert_eq!(says("c", a.member), 0, "it runs on host a");
+    assert_eq!(says("a", Member(7)), 0, "there is no such member");
+    assert_eq!(says("a", a.member), 1, "to take snapshot 9");
 }

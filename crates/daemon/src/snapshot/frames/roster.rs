@@ -1,5 +1,6 @@
 //! Roster of members: which cards each has, and where it runs.
 
+use super::attested::Word;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use understudy_network::{MacAddress, addresses};
@@ -47,9 +48,14 @@ pub enum Route {
 pub struct Roster(BTreeMap<Member, Known>);
 
 impl Roster {
-    /// A member runs there, with these cards.
+    /// A member runs there, with these cards. Of one that runs here, they are nobody else's.
     pub fn set(&mut self, place: Place, known: MemberCards) {
         let MemberCards { member, generation, cards } = known;
+        if place == Place::Here {
+            self.0.retain(|_, other| {
+                other.place == Place::Here || !share_address(&other.cards, &cards)
+            });
+        }
         self.0.insert(member, Known { place, generation, cards });
     }
 
@@ -58,32 +64,46 @@ impl Roster {
         self.0.remove(&member);
     }
 
-    /// Replaces all the members that run on another host, as it believes.
-    pub fn replace(&mut self, host: &HostName, members: Vec<MemberCards>) {
+    /// Replaces all the members that run on another host, as it says. `words` are the arbiter's on those
+    /// that are known to run elsewhere.
+    pub fn replace(
+        &mut self,
+        host: &HostName,
+        members: Vec<MemberCards>,
+        words: &BTreeMap<Member, Word>,
+    ) {
         let there = Place::Host(host.to_owned());
         self.0.retain(|_, known| known.place != there);
         for known in members {
-            if self.may_be(&known) {
+            let word = words.get(&known.member).copied();
+            if self.may_be(&known, word) && !self.has_anothers_address(&known) {
                 self.set(there.clone(), known);
             }
         }
     }
 
     /// A member runs on a host with which nothing is exchanged: its frames pass outside.
-    pub fn leave(&mut self, said: &MemberCards) {
-        if self.place(said.member) != Some(&Place::Here) && self.may_be(said) {
+    pub fn leave(&mut self, said: &MemberCards, word: Option<Word>) {
+        if self.place(said.member) != Some(&Place::Here) && self.may_be(said, word) {
             self.remove(said.member);
         }
     }
 
     /// Whether a member may run where another host says. That one may not have heard yet that
-    /// somebody has won the member since; nor may this one.
-    fn may_be(&self, said: &MemberCards) -> bool {
-        match self.0.get(&said.member) {
-            Some(known) if known.place == Place::Here => said.generation > known.generation,
-            Some(known) => said.generation >= known.generation,
-            None => true,
+    /// somebody has won the member since; nor may this one; or it does not say the truth.
+    fn may_be(&self, said: &MemberCards, word: Option<Word>) -> bool {
+        let Some(known) = self.0.get(&said.member) else { return true };
+        match word {
+            Some(Word::Yes) => true,
+            // Nobody takes over what runs here.
+            Some(Word::Nobody) => known.place != Place::Here && said.generation >= known.generation,
+            Some(Word::No | Word::Silent) | None => false,
         }
+    }
+
+    fn has_anothers_address(&self, said: &MemberCards) -> bool {
+        let mut others = self.0.iter().filter(|(member, _)| **member != said.member);
+        others.any(|(_, known)| share_address(&known.cards, &said.cards))
     }
 
     /// Place where a member runs; none if that is not known.
@@ -154,6 +174,14 @@ impl Roster {
     }
 }
 
+/// Whether two cards of these have one address in one network.
+fn share_address(some: &[CardDefinition], others: &[CardDefinition]) -> bool {
+    let is_its = |one: &CardDefinition, other: &CardDefinition| {
+        one.mac == other.mac && one.shares_network_with(other)
+    };
+    some.iter().any(|one| others.iter().any(|other| is_its(one, other)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -178,6 +206,10 @@ mod tests {
     const C: Member = Member(2);
     const FIRST: CardIndex = CardIndex(0);
 
+    fn says(member: Member, word: Word) -> BTreeMap<Member, Word> {
+        BTreeMap::from([(member, word)])
+    }
+
     fn known(member: Member, generation: u64, cards: Vec<CardDefinition>) -> MemberCards {
         MemberCards { member, generation: Generation(generation), cards }
     }
@@ -189,7 +221,7 @@ mod tests {
         let cards = vec![card(20, "br0"), card(21, "br0"), card(22, "br1")];
         roster.set(Place::Here, known(B, 1, cards));
         let there = known(C, 1, vec![card(30, "br0")]);
-        roster.replace(&literal("b"), vec![there, known(A, 1, vec![])]);
+        roster.replace(&literal("b"), vec![there, known(A, 1, vec![])], &says(A, Word::No));
         roster
     }
 
@@ -234,26 +266,59 @@ mod tests {
         let mut roster = roster();
         assert_eq!(roster.place(A), Some(&Place::Here), "no other host has won it");
         assert_eq!(roster.place(C), Some(&Place::Host(literal("b"))));
-        roster.replace(&literal("c"), vec![known(C, 1, vec![])]);
-        roster.replace(&literal("b"), vec![]);
+        roster.replace(&literal("c"), vec![known(C, 1, vec![])], &says(C, Word::Yes));
+        roster.replace(&literal("b"), vec![], &BTreeMap::new());
         assert_eq!(roster.place(C), Some(&Place::Host(literal("c"))), "it has moved");
-        roster.replace(&literal("c"), vec![]);
+        roster.replace(&literal("c"), vec![], &BTreeMap::new());
         assert_eq!(roster.place(C), None);
         let here = roster.here();
         assert_eq!(here.iter().map(|known| known.member).collect::<Vec<_>>(), [A, B]);
     }
 
+    /// Regression: any known host had what was for a member, and cut it off, by a great generation.
     #[test]
-    fn a_member_is_where_it_was_won_last() {
+    fn a_member_is_where_the_arbiter_says() {
         let mut roster = roster();
-        let c = Some(Place::Host(literal("c")));
-        roster.replace(&literal("c"), vec![known(C, 2, vec![])]);
-        roster.replace(&literal("b"), vec![known(C, 1, vec![])]);
-        assert_eq!(roster.place(C), c.as_ref(), "host b has not heard of it");
-        roster.replace(&literal("b"), vec![]);
-        assert_eq!(roster.place(C), c.as_ref(), "now it has");
-        roster.replace(&literal("c"), vec![known(A, 2, vec![])]);
-        assert_eq!(roster.place(A), c.as_ref(), "this host has not heard of it");
+        let (b, c) = (Some(Place::Host(literal("b"))), Some(Place::Host(literal("c"))));
+        let mut say = |host: &str, member, generation, word| {
+            let said = vec![known(member, generation, vec![])];
+            roster.replace(&host.parse().unwrap(), said, &says(member, word));
+            roster.place(member).cloned()
+        };
+        assert_eq!(say("c", C, 1 << 47, Word::No), b, "it is none of its");
+        assert_eq!(say("c", C, 1 << 47, Word::Silent), b, "nobody says so");
+        assert_eq!(say("c", C, 1, Word::Yes), c, "it was won");
+        assert_eq!(say("b", C, 2, Word::No), c, "host b has not heard of it");
+        for word in [Word::No, Word::Silent, Word::Nobody] {
+            assert_eq!(say("c", A, 1 << 47, word), Some(Place::Here), "{word:?}");
+        }
+        assert_eq!(say("c", A, 2, Word::Yes), c, "this host has not heard of it");
         assert_eq!(roster.here().len(), 1);
+    }
+
+    #[test]
+    fn without_an_arbiter_the_newest_is_believed_of_what_is_not_here() {
+        let mut roster = roster();
+        let nobody = says(C, Word::Nobody);
+        roster.replace(&literal("c"), vec![known(C, 0, vec![])], &nobody);
+        assert_eq!(roster.place(C), Some(&Place::Host(literal("b"))));
+        roster.replace(&literal("c"), vec![known(C, 1, vec![])], &nobody);
+        assert_eq!(roster.place(C), Some(&Place::Host(literal("c"))));
+    }
+
+    #[test]
+    fn no_other_member_has_the_address_of_one() {
+        let mut roster = roster();
+        let d = Member(3);
+        let said = |last, bridge| vec![known(d, 1, vec![card(40, "br0"), card(last, bridge)])];
+        for taken in [10, 22, 30] {
+            let bridge = if taken == 22 { "br1" } else { "br0" };
+            roster.replace(&literal("d"), said(taken, bridge), &BTreeMap::new());
+            assert_eq!(roster.place(d), None, "{taken}");
+        }
+        roster.replace(&literal("d"), said(22, "br0"), &BTreeMap::new());
+        assert_eq!(roster.place(d), Some(&Place::Host(literal("d"))), "another network");
+        roster.set(Place::Here, known(A, 1, vec![card(40, "br0")]));
+        assert_eq!(roster.place(d), None, "it is here");
     }
 }
