@@ -2,7 +2,8 @@
 //!
 //! [`Journal`] has one owner, the host; a [`VmEvents`] is its part about one VM, for whoever works for that VM. To record
 //! an event is to log it, too. Numbers only grow, also over restarts of the daemon, whose first is the time of its start
-//! in milliseconds: "all after N" never gives an event twice, and says whether some are gone.
+//! in milliseconds: "all after N" never gives an event twice, and says whether some are gone. If the clock was set back
+//! between two daemons, it says so, too, and gives all.
 
 mod kind;
 
@@ -142,9 +143,12 @@ impl Journal {
     pub fn after(&self, number: u64, vm: Option<&VmName>) -> EventList {
         let kept = self.0.kept.lock();
         let wanted = |event: &&Event| vm.is_none_or(|vm| event.vm.as_ref() == Some(vm));
-        let later = kept.events.iter().filter(|event| event.number > number);
+        // A number that is still to come is an earlier daemon's, whose clock was ahead of this one's.
+        let is_earlier = number > self.last();
         // What an earlier daemon knew is gone, which somebody who asks for all knows.
-        let missed = number != 0 && number < kept.gone;
+        let missed = number != 0 && number < kept.gone || is_earlier;
+        let number = if is_earlier { 0 } else { number };
+        let later = kept.events.iter().filter(|event| event.number > number);
         EventList { events: later.filter(wanted).cloned().collect(), last: self.last(), missed }
     }
 
@@ -284,6 +288,16 @@ mod tests {
         assert!(!journal.after(0, None).missed);
         assert!(journal.after(start - 1, None).missed, "it knew an earlier daemon's");
         assert_eq!(db.sentences().len(), SHOWN);
+    }
+
+    /// Regression: whoever followed was told nothing until the clock was where it had been.
+    #[test]
+    fn whoever_knows_a_number_that_is_still_to_come_is_told_all() {
+        let journal = Journal::default();
+        journal.of(&literal("db")).record(EventKind::Started);
+        let list = journal.after(journal.last() + 5, None);
+        assert_eq!((list.events.len(), list.last, list.missed), (1, journal.last(), true));
+        assert!(!journal.after(list.last, None).missed);
     }
 
     #[test]
