@@ -9,6 +9,7 @@ use crate::findings::Findings;
 use crate::gate::address;
 use crate::gate::lobby::Lobby;
 use crate::inventory::Inventory;
+use crate::keeper::KnownEnds;
 use crate::keeper::note::Claim;
 use crate::keeper::places::{Door, Kept};
 use crate::lease::{Petting, Watchdog};
@@ -93,6 +94,8 @@ pub struct Host {
     pub(crate) watchdog: Petting,
     /// Guests that outlived the last daemon.
     pub(crate) orphans: Orphans,
+    /// Ends of keepers that it knows and could not clear.
+    pub(crate) known_ends: KnownEnds,
     /// VMs that are to come up with this host.
     pub(crate) awaited: Awaited,
     /// Journal of what happened.
@@ -238,6 +241,7 @@ impl Host {
             snapshots: Snapshots::default(),
             watchdog: Petting::new(),
             orphans: Orphans::of_inventory(&vms),
+            known_ends: KnownEnds::of(&vms),
             awaited: Awaited::of(&vms),
             vms,
             events: Journal::default(),
