@@ -316,6 +316,7 @@ impl Host {
             .chain(certificates)
             .chain(qemu)
             .chain(self.problems_of_cards())
+            .chain(self.problem_of_webhook())
             .chain(lost::problems(lost))
             .chain(self.problems_of_orphans())
             .chain(snapshots)
