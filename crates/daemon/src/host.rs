@@ -303,6 +303,7 @@ impl Host {
 
     /// Counters of this host's VMs for a monitoring system.
     pub fn meters(&self) -> Meters {
+        self.meters.retain(|vm| self.vms.has(vm));
         self.meters.clone()
     }
 

@@ -84,6 +84,24 @@ impl Base {
         })
     }
 
+    /// That of a machine without memory and disks.
+    #[cfg(test)]
+    pub fn of_nothing(task: &TakeTask, machine: Weak<()>) -> Base {
+        Base {
+            store: task.store.clone(),
+            group: task.group.name.clone(),
+            number: SnapshotNumber(1),
+            memory: Arc::default(),
+            disks: Arc::default(),
+            machine,
+        }
+    }
+
+    /// Whether its machine is gone, so that no snapshot begins with it any more.
+    pub fn is_of_gone(&self) -> bool {
+        self.machine.strong_count() == 0
+    }
+
     /// Whether it is still in the store that the next snapshot goes to.
     fn is_there(&self, task: &TakeTask, store: &Store, machine: &Machine) -> bool {
         let same = (&self.store, &self.group) == (&task.store, &task.group.name);
