@@ -10,6 +10,7 @@ use crate::findings::Findings;
 use crate::gate::address;
 use crate::gate::lobby::Lobby;
 use crate::inventory::Inventory;
+use crate::keeper::KnownEnds;
 use crate::keeper::note::Claim;
 use crate::keeper::places::{Door, Kept};
 use crate::lease::{Petting, Watchdog};
@@ -94,6 +95,8 @@ pub struct Host {
     pub(crate) watchdog: Petting,
     /// Guests that outlived the last daemon.
     pub(crate) orphans: Orphans,
+    /// Ends of keepers that it knows and could not clear.
+    pub(crate) known_ends: KnownEnds,
     /// VMs that are to come up with this host.
     pub(crate) awaited: Awaited,
     /// Journal of what happened.
@@ -242,6 +245,7 @@ impl Host {
             snapshots: Snapshots::default(),
             watchdog: Petting::new(),
             orphans: Orphans::of_inventory(&vms),
+            known_ends: KnownEnds::of(&vms),
             awaited: Awaited::of(&vms),
             vms,
             events: Journal::default(),
@@ -303,6 +307,7 @@ impl Host {
 
     /// Counters of this host's VMs for a monitoring system.
     pub fn meters(&self) -> Meters {
+        self.meters.retain(|vm| self.vms.has(vm));
         self.meters.clone()
     }
 
@@ -316,6 +321,7 @@ impl Host {
             .chain(certificates)
             .chain(qemu)
             .chain(self.problems_of_cards())
+            .chain(self.problem_of_webhook())
             .chain(lost::problems(lost))
             .chain(self.problems_of_orphans())
             .chain(snapshots)

@@ -5,6 +5,7 @@
 //! nothing; what comes out is dropped without it, for that may be the last of a machine.
 
 use crate::arrivals::Expected;
+use crate::keeper::note::Note;
 use crate::orphans::Waiting;
 use crate::vm::{PrimaryVm, Vm};
 use std::collections::{BTreeMap, BTreeSet};
@@ -37,6 +38,8 @@ pub(crate) struct Entries {
     pub orphans: BTreeMap<VmName, Waiting>,
     /// Those that ran here, and that nothing brings up again.
     pub lost: BTreeSet<VmName>,
+    /// What last keepers have said that cannot be cleared ([`KnownEnds`](crate::keeper::KnownEnds)).
+    pub known_ends: BTreeMap<VmName, Note>,
 }
 
 impl Inventory {

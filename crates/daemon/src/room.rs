@@ -262,6 +262,7 @@ fn kib_field(file: &Path, name: &str) -> anyhow::Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use understudy_report::events::EventKind;
 
     const GIB: u64 = 1 << 30;
 
@@ -285,6 +286,28 @@ mod tests {
         assert_eq!(taken.refusal(GIB, "b"), None);
         // As a peer may ask for: the sum was a small one.
         assert!(taken.refusal(u64::MAX, "b").is_some());
+    }
+
+    /// A host that is asked every few seconds has other figures each time.
+    #[test]
+    fn a_refusal_is_one_event_however_little_is_left() {
+        let directory = Path::new("/var/lib/understudy/db-2");
+        let no_backup = |reason: Option<String>| EventKind::NoBackup {
+            reason: format!("host b: {}", reason.unwrap()),
+        };
+        let memory = |available: u64| {
+            let room =
+                Room { vms: 1, promised: GIB, untaken: available / 3, available, limit: None };
+            no_backup(room.refusal(GIB, "b"))
+        };
+        let disks = |free: u64| {
+            let space = DiskSpace { used: GIB, full: GIB, free };
+            no_backup(space.refusal("b", directory))
+        };
+        assert_ne!(memory(100 * MIB), memory(200 * MIB));
+        assert!(memory(100 * MIB).says_the_same(&memory(200 * MIB)));
+        assert!(disks(100 * MIB).says_the_same(&disks(0)));
+        assert!(!disks(100 * MIB).says_the_same(&memory(100 * MIB)));
     }
 
     #[test]

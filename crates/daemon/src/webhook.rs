@@ -8,7 +8,7 @@ use crate::host::Host;
 use serde::Serialize;
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_protocol::HostName;
 use understudy_report::events::{Event, Journal};
@@ -20,6 +20,8 @@ use ureq::{Agent, Body};
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// Pauses before the next try, doubled each time: the first and the longest wait.
 const WAITS: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(60)];
+/// Time after which a receiver that does not answer is a problem of the host: until then it may be restarted.
+const PATIENCE: Duration = Duration::from_secs(180);
 /// Time between two looks for new events.
 const LOOK: Duration = Duration::from_millis(250);
 
@@ -45,11 +47,24 @@ enum Answer {
 /// Posts events for as long as the host lives, if its configuration says where to.
 pub(crate) fn start(host: &Arc<Host>) {
     let Some(url) = host.config.webhook.clone() else { return };
-    let poster = Poster { url, host: host.config.name.clone(), agent: agent() };
+    let weak = Arc::downgrade(host);
+    let tell = move |problem| {
+        if let Some(host) = weak.upgrade() {
+            host.findings.lock().webhook = problem;
+        }
+    };
+    let name = host.config.name.clone();
+    let poster = Poster { url, host: name, agent: agent(), tell: Box::new(tell) };
     let journal = host.events.clone();
     let run = move || poster.run(&journal);
     if let Err(error) = thread::Builder::new().name("webhook".to_owned()).spawn(run) {
         warn!("no event is posted: cannot start a thread: {error}");
+    }
+}
+
+impl Host {
+    pub(crate) fn problem_of_webhook(&self) -> Option<String> {
+        self.findings.lock().webhook.clone()
     }
 }
 
@@ -63,6 +78,8 @@ struct Poster {
     url: WebhookUrl,
     host: HostName,
     agent: Agent,
+    /// Tells what is wrong with the receiver from now on, if something is.
+    tell: Box<dyn Fn(Option<String>) + Send>,
 }
 
 impl Poster {
@@ -88,21 +105,29 @@ impl Poster {
 
     /// Returns when the event was taken or refused, or the daemon ends.
     fn deliver(&self, event: &Event, journal: &Journal) {
-        let mut wait = WAITS[0];
+        let (mut wait, since, url) = (WAITS[0], Instant::now(), self.url.shown());
+        let tell =
+            |why: &str| (self.tell)(Some(format!("[webhook]: {url} takes no events: {why}")));
         loop {
             match self.post(event) {
-                Answer::Taken if wait > WAITS[0] => {
-                    return info!("webhook: {} answers again", self.url.shown());
+                Answer::Taken => {
+                    (self.tell)(None);
+                    if wait > WAITS[0] {
+                        info!("webhook: {url} answers again");
+                    }
+                    return;
                 }
-                Answer::Taken => return,
                 Answer::Refused(why) => {
-                    let (number, url) = (event.number, self.url.shown());
-                    return warn!("webhook: {url} does not want event {number}: {why}");
+                    tell(&why);
+                    return warn!("webhook: {url} does not want event {}: {why}", event.number);
                 }
                 Answer::Later(_) if journal.is_closed() => return,
                 Answer::Later(why) => {
+                    if since.elapsed() > PATIENCE {
+                        tell(&why);
+                    }
                     if wait == WAITS[0] {
-                        warn!("webhook: {}: {why}; it is asked again", self.url.shown());
+                        warn!("webhook: {url}: {why}; it is asked again");
                     }
                     thread::sleep(wait);
                     wait = (wait * 2).min(WAITS[1]);
@@ -145,10 +170,17 @@ fn judge(status: u16, moved_to: String) -> Answer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::findings::Findings;
     use std::io::{BufRead, BufReader, Read, Write};
     use std::net::{TcpListener, TcpStream};
     use understudy_protocol::literal;
     use understudy_report::events::EventKind;
+    use understudy_threads::Common;
+
+    fn poster(url: &str, tell: impl Fn(Option<String>) + Send + 'static) -> Poster {
+        let (url, host) = (WebhookUrl::of(url), literal("a"));
+        Poster { url, host, agent: agent(), tell: Box::new(tell) }
+    }
 
     #[test]
     fn what_may_pass_is_tried_again_and_a_refusal_is_not() {
@@ -191,7 +223,7 @@ mod tests {
         let journal = Journal::default();
         journal.of(&literal("db")).record(EventKind::Started);
         let event = journal.after(0, None).events.remove(0);
-        let poster = Poster { url: WebhookUrl::of(&url), host: literal("a"), agent: agent() };
+        let poster = poster(&url, |_| ());
         let thread = thread::spawn(move || poster.post(&event));
         let place = "301 Moved\r\nlocation: https://alerts.example.org/secret";
         answer(listener.accept().unwrap().0, place);
@@ -207,7 +239,7 @@ mod tests {
         journal.of(&literal("db")).record(EventKind::Started);
         journal.of(&literal("db")).record(EventKind::Protected { peer: literal("b") });
         let posting = journal.clone();
-        let poster = Poster { url: WebhookUrl::of(&url), host: literal("a"), agent: agent() };
+        let poster = poster(&url, |_| ());
         let thread = thread::spawn(move || poster.run(&posting));
         let next = |status| answer(listener.accept().unwrap().0, status);
         assert_eq!(next("503 Busy")["kind"], "started");
@@ -216,5 +248,26 @@ mod tests {
         assert_eq!(next("204 Taken")["text"], "protected: b stands by");
         journal.close();
         thread.join().unwrap();
+    }
+
+    /// Regression: its token had expired, and nobody was woken any more.
+    #[test]
+    fn a_receiver_that_takes_nothing_is_a_problem_until_it_does() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}/hook", listener.local_addr().unwrap());
+        let (journal, findings) = (Journal::default(), Arc::new(Common::new(Findings::default())));
+        journal.of(&literal("db")).record(EventKind::Started);
+        journal.of(&literal("db")).record(EventKind::Rebooted);
+        let (posting, noted) = (journal.clone(), findings.clone());
+        let poster = poster(&url, move |problem| noted.lock().webhook = problem);
+        let thread = thread::spawn(move || poster.run(&posting));
+        answer(listener.accept().unwrap().0, "401 Unauthorized");
+        let second = listener.accept().unwrap().0;
+        let problem = findings.lock().webhook.clone();
+        assert!(problem.as_ref().is_some_and(|it| it.contains("it answers 401")), "{problem:?}");
+        answer(second, "204 Taken");
+        journal.close();
+        thread.join().unwrap();
+        assert_eq!(findings.lock().webhook, None);
     }
 }

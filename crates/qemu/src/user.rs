@@ -12,6 +12,7 @@ use nix::libc;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::stat::{Mode, fchmod};
 use nix::unistd::{Gid, Uid, fchown, fchownat, geteuid};
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -103,11 +104,26 @@ impl RunAs {
             _ if !geteuid().is_root() => None,
             RunAs::Named(user) => Some(*user),
             RunAs::OwnNumber => {
-                let number = number(std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+                let number = free_number(std::process::id(), &NEXT, &in_use());
                 Some(User { uid: Uid::from_raw(number), gid: Gid::from_raw(number) })
             }
         }
     }
+}
+
+/// The number of the next QEMU that a process starts: none of those in use, which its own QEMUs of long ago may have, and
+/// those of a process before it.
+fn free_number(process: u32, next: &AtomicU32, in_use: &BTreeSet<u32>) -> u32 {
+    let own = (0..NUMBERS).map(|_| number(process, next.fetch_add(1, Ordering::Relaxed)));
+    let all = FIRST_UNUSED..FIRST_UNUSED + DAEMONS * NUMBERS;
+    // There are more numbers than processes.
+    own.chain(all).find(|number| !in_use.contains(number)).expect("a free number")
+}
+
+/// The users of this host's processes: each has its directory there.
+fn in_use() -> BTreeSet<u32> {
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    processes.filter_map(|process| Some(process.metadata().ok()?.uid())).collect()
 }
 
 /// The number of the nth QEMU that a process starts.
@@ -200,6 +216,8 @@ mod tests {
     use super::*;
     use std::os::fd::AsRawFd;
     use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::process::CommandExt;
+    use std::process::Command;
 
     fn root() -> bool {
         let root = geteuid().is_root();
@@ -213,11 +231,38 @@ mod tests {
     fn each_process_has_numbers_of_its_own() {
         // The highest process number of Linux has 22 bits.
         let first = |beginning: u32| number(beginning * DAEMONS + 1234, 0);
-        let numbers: std::collections::BTreeSet<u32> = (0..64).map(first).collect();
+        let numbers: BTreeSet<u32> = (0..64).map(first).collect();
         assert_eq!(numbers.len(), 64);
         assert!(numbers.iter().all(|number| (0x7000_0000..=0x7fff_ffff).contains(number)));
         assert_ne!(number(1234, 0), number(1235, 0));
         assert_ne!(number(1234, 0), number(1234, 1));
+    }
+
+    /// Regression: after 4 096 starts another QEMU, which still ran, had the same one.
+    #[test]
+    fn a_number_in_use_is_nobody_elses_however_many_are_taken() {
+        let next = AtomicU32::new(0);
+        let held = free_number(1234, &next, &BTreeSet::new());
+        let in_use = BTreeSet::from([held]);
+        let taken: Vec<u32> = (0..2 * NUMBERS).map(|_| free_number(1234, &next, &in_use)).collect();
+        assert!(!taken.contains(&held));
+        // All of its own.
+        let in_use: BTreeSet<u32> = taken.into_iter().chain([held]).collect();
+        let other = free_number(1234, &next, &in_use);
+        assert!(!in_use.contains(&other) && (0x7000_0000..=0x7fff_ffff).contains(&other));
+    }
+
+    #[test]
+    fn a_process_has_its_number_for_as_long_as_it_lives() {
+        if !root() {
+            return;
+        }
+        let user = RunAs::OwnNumber.next().unwrap();
+        let mut process = Command::new("sleep").arg("600").uid(user.uid.as_raw()).spawn().unwrap();
+        let is_in_use = in_use().contains(&user.uid.as_raw());
+        process.kill().unwrap();
+        process.wait().unwrap();
+        assert!(is_in_use && !in_use().contains(&user.uid.as_raw()));
     }
 
     #[test]

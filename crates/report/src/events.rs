@@ -2,14 +2,16 @@
 //!
 //! [`Journal`] has one owner, the host; a [`VmEvents`] is its part about one VM, for whoever works for that VM. To record
 //! an event is to log it, too. Numbers only grow, also over restarts of the daemon, whose first is the time of its start
-//! in milliseconds: "all after N" never gives an event twice, and says whether some are gone.
+//! in milliseconds: "all after N" never gives an event twice, and says whether some are gone. If the clock was set back
+//! between two daemons, it says so, too, and gives all.
 
 mod kind;
 
 pub use kind::{EventKind, Severity};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
+use std::mem::{Discriminant, discriminant};
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -59,20 +61,47 @@ pub struct EventList {
 pub struct Journal(Arc<Shared>);
 
 struct Shared {
-    first: u64,
     last: AtomicU64,
     closed: AtomicBool,
-    kept: Common<VecDeque<Event>>,
+    kept: Common<Kept>,
+}
+
+/// Events that are kept, oldest first.
+struct Kept {
+    events: VecDeque<Event>,
+    /// The highest number of those that are not, also of earlier daemons'.
+    gone: u64,
+}
+
+impl Kept {
+    fn about<'a>(&'a self, vm: &'a VmName) -> impl DoubleEndedIterator<Item = &'a Event> {
+        self.events.iter().filter(move |event| event.vm.as_ref() == Some(vm))
+    }
+
+    /// Lets go of the oldest of what happened most often: one kind of event, to one VM. So whatever comes and goes all the
+    /// time drives nothing else out.
+    fn make_room(&mut self) {
+        let mut times: HashMap<_, usize> = HashMap::new();
+        self.events.iter().for_each(|event| *times.entry(subject(event)).or_default() += 1);
+        let most = times.values().max().copied();
+        let oldest =
+            self.events.iter().position(|event| times.get(&subject(event)).copied() == most);
+        let removed = oldest.and_then(|oldest| self.events.remove(oldest));
+        self.gone = removed.map_or(self.gone, |event| event.number.max(self.gone));
+    }
+}
+
+fn subject(event: &Event) -> (Option<&VmName>, Discriminant<EventKind>) {
+    (event.vm.as_ref(), discriminant(&event.kind))
 }
 
 impl Default for Journal {
     fn default() -> Journal {
         let first = now_ms();
         Journal(Arc::new(Shared {
-            first,
             last: AtomicU64::new(first),
             closed: AtomicBool::new(false),
-            kept: Common::default(),
+            kept: Common::new(Kept { events: VecDeque::new(), gone: first }),
         }))
     }
 }
@@ -103,10 +132,10 @@ impl Journal {
     fn keep(&self, event: impl FnOnce(u64) -> Event) {
         let mut kept = self.0.kept.lock();
         let number = self.0.last.load(Ordering::Relaxed) + 1;
-        if kept.len() == KEPT {
-            kept.pop_front();
+        if kept.events.len() == KEPT {
+            kept.make_room();
         }
-        kept.push_back(event(number));
+        kept.events.push_back(event(number));
         self.0.last.store(number, Ordering::Release);
     }
 
@@ -114,10 +143,12 @@ impl Journal {
     pub fn after(&self, number: u64, vm: Option<&VmName>) -> EventList {
         let kept = self.0.kept.lock();
         let wanted = |event: &&Event| vm.is_none_or(|vm| event.vm.as_ref() == Some(vm));
-        let later = kept.iter().filter(|event| event.number > number);
-        let oldest = kept.front().map_or(self.last(), |event| event.number - 1);
+        // A number that is still to come is an earlier daemon's, whose clock was ahead of this one's.
+        let is_earlier = number > self.last();
         // What an earlier daemon knew is gone, which somebody who asks for all knows.
-        let missed = number != 0 && number < oldest.max(self.0.first);
+        let missed = number != 0 && number < kept.gone || is_earlier;
+        let number = if is_earlier { 0 } else { number };
+        let later = kept.events.iter().filter(|event| event.number > number);
         EventList { events: later.filter(wanted).cloned().collect(), last: self.last(), missed }
     }
 
@@ -129,8 +160,8 @@ impl Journal {
     /// The last sentences about a VM, oldest first.
     pub fn sentences(&self, vm: &VmName) -> Vec<String> {
         let kept = self.0.kept.lock();
-        let about = kept.iter().rev().filter(|event| event.vm.as_ref() == Some(vm));
-        let mut texts: Vec<String> = about.take(SHOWN).map(|event| event.text.clone()).collect();
+        let last = kept.about(vm).rev().take(SHOWN);
+        let mut texts: Vec<String> = last.map(|event| event.text.clone()).collect();
         texts.reverse();
         texts
     }
@@ -139,8 +170,7 @@ impl Journal {
     /// known.
     pub fn since(&self, vm: &VmName) -> Option<u64> {
         let kept = self.0.kept.lock();
-        let turned = |event: &&Event| event.vm.as_ref() == Some(vm) && event.kind.is_a_turn();
-        kept.iter().rev().find(turned).map(|event| event.at_ms)
+        kept.about(vm).rev().find(|event| event.kind.is_a_turn()).map(|event| event.at_ms)
     }
 
     /// Records that somebody shows wrong tokens to the API over the network.
@@ -172,12 +202,14 @@ impl VmEvents {
         self.journal.add(Some(&self.vm), kind);
     }
 
-    /// Records an event unless it was recorded a short while ago.
+    /// Records an event unless one that says the same was recorded a short while ago.
     pub fn record_new(&self, kind: EventKind) {
         let known = {
             let kept = self.journal.0.kept.lock();
-            let about = kept.iter().rev().filter(|event| event.vm.as_ref() == Some(&self.vm));
-            about.take(REPEATED_WITHIN).any(|event| event.kind == kind)
+            kept.about(&self.vm)
+                .rev()
+                .take(REPEATED_WITHIN)
+                .any(|event| event.kind.says_the_same(&kind))
         };
         if !known {
             self.record(kind);
@@ -258,6 +290,16 @@ mod tests {
         assert_eq!(db.sentences().len(), SHOWN);
     }
 
+    /// Regression: whoever followed was told nothing until the clock was where it had been.
+    #[test]
+    fn whoever_knows_a_number_that_is_still_to_come_is_told_all() {
+        let journal = Journal::default();
+        journal.of(&literal("db")).record(EventKind::Started);
+        let list = journal.after(journal.last() + 5, None);
+        assert_eq!((list.events.len(), list.last, list.missed), (1, journal.last(), true));
+        assert!(!journal.after(list.last, None).missed);
+    }
+
     #[test]
     fn what_goes_on_is_recorded_once() {
         let journal = Journal::default();
@@ -267,6 +309,47 @@ mod tests {
         db.record(EventKind::Rebooted);
         db.record_new(full());
         assert_eq!(db.sentences(), ["full; it waits", "the guest rebooted"]);
+    }
+
+    /// Regression: each survey was an event, since the memory that a host had left was another each time.
+    #[test]
+    fn a_refusal_with_other_figures_is_the_same_one() {
+        let journal = Journal::default();
+        let db = journal.of(&literal("db"));
+        db.record(EventKind::ProtectionLost { reason: "b is silent".into() });
+        let since = journal.since(&literal("db")).unwrap();
+        for left in 100..200 {
+            let reason =
+                format!("host b: it has {left} MiB available, of which 0.{left} are promised");
+            db.record_new(EventKind::NoBackup { reason });
+        }
+        assert_eq!(db.sentences().len(), 2, "{:?}", db.sentences());
+        assert_eq!(journal.since(&literal("db")), Some(since));
+        db.record_new(EventKind::NoBackup { reason: "host b-2: it is silent".into() });
+        db.record_new(EventKind::NoBackup { reason: "host b-3: it is silent".into() });
+        assert_eq!(db.sentences().len(), 4, "{:?}", db.sentences());
+    }
+
+    /// Regression: a path that came and went had all other events forgotten within hours.
+    #[test]
+    fn what_happens_all_the_time_drives_nothing_else_out() {
+        let journal = Journal::default();
+        let (db, web) = (journal.of(&literal("db")), journal.of(&literal("web")));
+        let start = journal.last();
+        web.record(EventKind::Started);
+        db.record(EventKind::Protected { peer: literal("b") });
+        let since = journal.since(&literal("db")).unwrap();
+        for _ in 0..KEPT / 2 + 50 {
+            db.record(EventKind::PathUp { path: "2".into(), up: 2, all: 2 });
+            let (path, reason) = ("2".into(), "silent".into());
+            db.record(EventKind::PathDown { path, reason, left: 1, all: 2 });
+        }
+        assert_eq!(journal.since(&literal("db")), Some(since));
+        let list = journal.after(start + 1, None);
+        assert_eq!((list.events.len(), list.missed), (KEPT - 1, true));
+        assert_eq!(web.sentences(), ["started"]);
+        let numbers: Vec<u64> = list.events.iter().map(|event| event.number).collect();
+        assert!(numbers.is_sorted() && numbers.last() == Some(&journal.last()));
     }
 
     #[test]

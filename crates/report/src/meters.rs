@@ -1,5 +1,5 @@
-//! The meters for a monitoring system, counted at the event, for each VM, for the daemon's whole
-//! life.
+//! The meters for a monitoring system, counted at the event, for each VM, for as long as the daemon
+//! has it.
 //!
 //! A session's figures begin anew with each protection, and are read when somebody asks; these only grow, so that a
 //! rate over them is right however rarely they are read.
@@ -9,7 +9,10 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
+use std::collections::BTreeSet;
+use std::sync::Arc;
 use understudy_protocol::VmName;
+use understudy_threads::Common;
 
 /// Upper bounds of the buckets of a pause: some tenths of a millisecond, with a tail.
 const PAUSE_SECONDS: [f64; 12] =
@@ -24,9 +27,11 @@ const OUTAGE_SECONDS: [f64; 12] = [0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.
 type OfVm = [(&'static str, String); 1];
 type Histograms = Family<OfVm, Histogram, fn() -> Histogram>;
 
-/// The meters of all VMs that this host has run. Clones share them.
+/// The meters of the VMs of a host. Clones share them.
 #[derive(Clone, Debug)]
 pub struct Meters {
+    /// The VMs that have some. Whoever gets them has this lock.
+    vms: Arc<Common<BTreeSet<VmName>>>,
     pauses: Histograms,
     checkpoint_waits: Histograms,
     commit_gaps: Histograms,
@@ -61,9 +66,14 @@ pub struct VmMeters {
     pub sent_bytes: Counter,
 }
 
+fn label(vm: &VmName) -> OfVm {
+    [("vm", vm.to_string())]
+}
+
 impl Default for Meters {
     fn default() -> Meters {
         Meters {
+            vms: Arc::default(),
             pauses: Family::new_with_constructor(|| Histogram::new(PAUSE_SECONDS)),
             checkpoint_waits: Family::new_with_constructor(|| Histogram::new(OUTPUT_SECONDS)),
             commit_gaps: Family::new_with_constructor(|| Histogram::new(OUTPUT_SECONDS)),
@@ -104,7 +114,9 @@ impl Meters {
 
     /// The meters of a VM, which begin at zero the first time.
     pub fn of(&self, vm: &VmName) -> VmMeters {
-        let vm = [("vm", vm.to_string())];
+        let mut vms = self.vms.lock();
+        vms.insert(vm.clone());
+        let vm = label(vm);
         VmMeters {
             pauses: self.pauses.get_or_create_owned(&vm),
             checkpoint_waits: self.checkpoint_waits.get_or_create_owned(&vm),
@@ -115,6 +127,38 @@ impl Meters {
             checkpoints: self.checkpoints.get_or_create_owned(&vm),
             written_pages: self.written_pages.get_or_create_owned(&vm),
             sent_bytes: self.sent_bytes.get_or_create_owned(&vm),
+        }
+    }
+
+    /// Forgets those of the VMs that the host does not have any more.
+    pub fn retain(&self, has: impl Fn(&VmName) -> bool) {
+        self.vms.lock().retain(|vm| {
+            let stays = has(vm);
+            if !stays {
+                self.remove(&label(vm));
+            }
+            stays
+        });
+    }
+
+    fn remove(&self, vm: &OfVm) {
+        let Meters {
+            vms: _,
+            pauses,
+            checkpoint_waits,
+            commit_gaps,
+            output_delays,
+            outages,
+            moves,
+            checkpoints,
+            written_pages,
+            sent_bytes,
+        } = self;
+        for spans in [pauses, checkpoint_waits, commit_gaps, output_delays, outages, moves] {
+            spans.remove(vm);
+        }
+        for counts in [checkpoints, written_pages, sent_bytes] {
+            counts.remove(vm);
         }
     }
 
@@ -142,5 +186,32 @@ impl Meters {
         page.register("vm_written_pages", help, self.written_pages.clone());
         let help = "Sent to backups";
         page.register_with_unit("vm_sent", help, Unit::Bytes, self.sent_bytes.clone());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use prometheus_client::encoding::text::encode;
+    use understudy_protocol::literal;
+
+    /// Regression: a VM that had left its host stayed on the page for as long as the daemon ran.
+    #[test]
+    fn a_vm_that_has_left_is_not_on_the_page() {
+        let meters = Meters::default();
+        let lines = |vm: &str| {
+            let (mut page, mut text) = (Registry::default(), String::new());
+            meters.register(&mut page);
+            encode(&mut text, &page).unwrap();
+            text.lines().filter(|line| line.contains(&format!("vm=\"{vm}\""))).count()
+        };
+        meters.begin(&literal("db"));
+        meters.begin(&literal("web"));
+        assert!(lines("db") > 9 && lines("db") == lines("web"));
+        let there = lines("web");
+        meters.retain(|vm| vm.as_str() == "web");
+        assert_eq!((lines("db"), lines("web")), (0, there));
+        meters.begin(&literal("db"));
+        assert_eq!(lines("db"), there);
     }
 }

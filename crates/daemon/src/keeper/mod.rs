@@ -39,7 +39,7 @@ pub mod view;
 mod watch;
 
 pub use pass::Passed;
-pub(crate) use watch::start as watch;
+pub(crate) use watch::{KnownEnds, start as watch};
 
 use crate::config::Groups;
 use crate::host::Host;

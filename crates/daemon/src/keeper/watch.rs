@@ -2,9 +2,11 @@
 
 use super::note::{self, End, Found, Note};
 use crate::host::Host;
+use crate::inventory::Inventory;
 use crate::vm::{FencedVm, Vm};
 use std::collections::BTreeMap;
 use std::io;
+use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
@@ -43,12 +45,42 @@ fn run(host: &Weak<Host>) {
     }
 }
 
+/// Last words of keepers that are known, and stay where they are: a state directory can only be read when its disk
+/// fails.
+pub(crate) struct KnownEnds(Inventory);
+
+impl KnownEnds {
+    /// Those of the VMs of a host.
+    pub fn of(vms: &Inventory) -> KnownEnds {
+        KnownEnds(vms.clone())
+    }
+
+    /// What a VM's last keeper has said, in this directory, unless that is known.
+    fn dead_note(&self, vm: &VmName, directory: &Path) -> Option<Note> {
+        match note::look(directory) {
+            Found::Nobody(note) => {
+                note.filter(|note| self.0.look(|all| all.known_ends.get(vm) != Some(note)))
+            }
+            // The next one has the lock.
+            Found::Starting | Found::Lives(_) => {
+                self.0.change(|all| all.known_ends.remove(vm));
+                None
+            }
+            Found::Unknown(_) => None,
+        }
+    }
+
+    fn forget(&self, note: &Note, directory: &Path) {
+        if let Err(error) = note::forget(directory) {
+            warn!(vm = %note.vm, "the end of its keeper cannot be noted: {error}");
+            self.0.change(|all| all.known_ends.insert(note.vm.clone(), note.clone()));
+        }
+    }
+}
+
 impl Host {
     fn dead_note(&self, vm: &VmName) -> Option<Note> {
-        match note::look(&vm.below(&self.config.state_dir)) {
-            Found::Nobody(note) => note,
-            Found::Starting | Found::Lives(_) | Found::Unknown(_) => None,
-        }
+        self.known_ends.dead_note(vm, &vm.below(&self.config.state_dir))
     }
 
     fn tell_of_ended(&self, vm: &VmName) {
@@ -114,9 +146,7 @@ impl Host {
     }
 
     fn forget_note(&self, note: &Note) {
-        if let Err(error) = note::forget(&note.vm.below(&self.config.state_dir)) {
-            warn!(vm = %note.vm, "the end of its keeper cannot be noted: {error}");
-        }
+        self.known_ends.forget(note, &note.vm.below(&self.config.state_dir));
     }
 }
 
@@ -145,4 +175,38 @@ fn lost_with(host: &Host, note: &Note) -> Option<FencedVm> {
 
 fn killed(note: &Note) -> String {
     format!("its keeper (process {}) was killed", note.pid)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::note::Claim;
+    use super::*;
+    use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+    use nix::sys::memfd::{MFdFlags, memfd_create};
+    use std::fs::File;
+    use std::os::fd::AsRawFd;
+    use std::os::unix::fs::symlink;
+    use understudy_protocol::literal;
+
+    /// Regression: on a file system that could only be read a keeper was killed four times a second.
+    #[test]
+    fn an_end_that_cannot_be_cleared_is_told_once() {
+        let (directory, db) = (tempfile::tempdir().unwrap(), literal("db"));
+        // A file that nobody can shorten.
+        let file: File = memfd_create(c"note", MFdFlags::MFD_ALLOW_SEALING).unwrap().into();
+        let place = format!("/proc/self/fd/{}", file.as_raw_fd());
+        symlink(place, directory.path().join(note::FILE)).unwrap();
+        let take = || Claim::take(directory.path(), &literal("a"), &db, None).unwrap();
+        drop(take());
+        fcntl(&file, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK)).unwrap();
+        let known = KnownEnds::of(&Inventory::default());
+        let note = known.dead_note(&db, directory.path()).unwrap();
+        known.forget(&note, directory.path());
+        assert_eq!(known.dead_note(&db, directory.path()), None);
+        // The end of the next one is another.
+        let next = take();
+        assert_eq!(known.dead_note(&db, directory.path()), None);
+        drop(next);
+        assert_eq!(known.dead_note(&db, directory.path()), Some(note));
+    }
 }

@@ -97,6 +97,26 @@ impl Base {
         self.is_doubted = true;
     }
 
+    /// That of a machine without memory and disks.
+    #[cfg(test)]
+    pub fn of_nothing(task: &TakeTask, machine: Weak<()>) -> Base {
+        Base {
+            id: BaseId::new_here(),
+            store: task.store.clone(),
+            group: task.group.name.clone(),
+            number: SnapshotNumber(1),
+            memory: Arc::default(),
+            disks: Arc::default(),
+            machine,
+            is_doubted: false,
+        }
+    }
+
+    /// Whether its machine is gone, so that no snapshot begins with it any more.
+    pub fn is_of_gone(&self) -> bool {
+        self.machine.strong_count() == 0
+    }
+
     /// Whether it is still in the store that the next snapshot goes to.
     fn is_there(&self, task: &TakeTask, store: &Store, machine: &Machine) -> bool {
         let same = (&self.store, &self.group) == (&task.store, &task.group.name);

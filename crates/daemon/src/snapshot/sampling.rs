@@ -113,6 +113,7 @@ pub(crate) fn start(host: &Arc<Host>) {
             }
             let known = samplings.working_sets();
             host.snapshots.known.lock().working_sets = known;
+            host.snapshots.forget_gone();
         }
     });
     if let Err(error) = started {

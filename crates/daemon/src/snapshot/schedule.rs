@@ -4,6 +4,7 @@ use super::unix_now;
 use crate::config::ClusterConfig;
 use crate::containment::spawn_for_request;
 use crate::host::Host;
+use std::collections::BTreeSet;
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -12,7 +13,7 @@ use understudy_protocol::GroupName;
 use understudy_report::cluster::SnapshotRequest;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
-use understudy_snapshot::{Manifest, Retention, SteadyClock, SteadyTime};
+use understudy_snapshot::{Manifest, Retention, SnapshotNumber, SteadyClock, SteadyTime};
 
 /// Time after which it is looked again whether a snapshot is due: a daemon that ends is not held up
 /// for long.
@@ -44,14 +45,14 @@ fn run(host: &Weak<Host>, name: &GroupName, cluster: &ClusterConfig) {
     let first = first_wait(newest, unix_now(), schedule.every);
     let mut timetable = Timetable::new(Instant::now() + first, schedule.every);
     let mut clock = SteadyClock::new(schedule.every, Instant::now(), unix_now());
-    let mut is_to_expire = false;
+    let (mut is_to_expire, mut left) = (false, BTreeSet::new());
     loop {
         thread::sleep(LOOK.min(schedule.every));
         let Some(host) = host.upgrade().filter(|host| !host.is_closing()) else { return };
         // Asked all the time: so it notices when it is set.
         let time = clock.time(Instant::now(), unix_now());
         if let Some(time) = time.filter(|_| is_to_expire) {
-            host.delete_old(name, schedule.retention, time);
+            host.delete_old(name, schedule.retention, time, &mut left);
             is_to_expire = false;
         }
         if !timetable.begins(Instant::now()) {
@@ -79,7 +80,7 @@ fn run(host: &Weak<Host>, name: &GroupName, cluster: &ClusterConfig) {
             continue;
         }
         match clock.time(Instant::now(), unix_now()) {
-            Some(time) => host.delete_old(name, schedule.retention, time),
+            Some(time) => host.delete_old(name, schedule.retention, time, &mut left),
             None => {
                 host.findings.lock().note_snapshot(name, None);
                 is_to_expire = true;
@@ -149,40 +150,65 @@ impl Host {
         }
     }
 
-    /// Deletes the snapshots of a group that are not to be kept, and notes whether that was possible.
-    fn delete_old(&self, group: &GroupName, retention: Retention, now: SteadyTime) {
-        let kept = self
-            .expire(group, retention, now)
-            .err()
-            .map(|error| format!("are taken, and old ones cannot be deleted: {error}"));
+    /// Deletes the snapshots of a group that are not to be kept, and notes whether that was possible; `left` are those
+    /// that the last time has left.
+    fn delete_old(
+        &self,
+        group: &GroupName,
+        retention: Retention,
+        now: SteadyTime,
+        left: &mut BTreeSet<SnapshotNumber>,
+    ) {
+        let kept = match self.expire(group, retention, now) {
+            Ok(failed) => told_of_left(left, &failed),
+            Err(error) => Some(format!("are taken, and old ones cannot be deleted: {error}")),
+        };
         if let Some(words) = &kept {
             warn!("scheduled snapshots of {group} {words}");
         }
         self.findings.lock().note_snapshot(group, kept);
     }
 
+    /// Returns those that cannot be deleted.
     fn expire(
         &self,
         group: &GroupName,
         retention: Retention,
         now: SteadyTime,
-    ) -> Result<(), HostError> {
+    ) -> Result<Vec<(SnapshotNumber, HostError)>, HostError> {
         let store = self.open_store(group, None)?;
         let there =
             store.snapshots(group).map_err(|error| super::placement::store_error("", error))?;
         // What cannot be read is not deleted by itself.
         let readable: Vec<Manifest> =
             there.into_iter().filter_map(|listed| listed.manifest.ok()).collect();
+        let mut failed = Vec::new();
         for number in retention.expired(&readable, now) {
-            // One that is being restored is deleted the next time.
             match self.remove_snapshot(group, number, None, false) {
                 // What hinders a sweep is recorded.
                 Ok(_) => info!("snapshot {number} of {group} was old, and is deleted"),
-                Err(error) => warn!("snapshot {number} of {group} is old: {error}"),
+                Err(error) => {
+                    warn!("snapshot {number} of {group} is old: {error}");
+                    failed.push((number, error));
+                }
             }
         }
-        Ok(())
+        Ok(failed)
     }
+}
+
+/// What is told of those that could not be deleted: one that is being restored is mostly deleted the next time, and one
+/// whose host died meanwhile is not.
+fn told_of_left(
+    left: &mut BTreeSet<SnapshotNumber>,
+    failed: &[(SnapshotNumber, HostError)],
+) -> Option<String> {
+    let now = failed.iter().map(|(number, _)| *number).collect();
+    let before = std::mem::replace(left, now);
+    let again = failed.iter().filter(|(number, _)| before.contains(number));
+    let words: Vec<String> = again.map(|(_, error)| error.to_string()).collect();
+    (!words.is_empty())
+        .then(|| format!("are taken, and some old ones cannot be deleted: {}", words.join("; ")))
 }
 
 #[cfg(test)]
@@ -202,6 +228,21 @@ mod tests {
         let often = Duration::from_secs(60);
         assert_eq!(first_wait(None, 1_790_000_000, often), often);
     }
+    /// Regression: the mark of a host that had died in a restore kept a snapshot for ever, and all was said to be well.
+    #[test]
+    fn a_snapshot_that_is_left_twice_is_told() {
+        let left = |number| {
+            let words = format!("snapshot {number} of shop is being restored");
+            (SnapshotNumber(number), HostError::new(ErrorKind::Conflict, words))
+        };
+        let mut before = BTreeSet::new();
+        assert_eq!(told_of_left(&mut before, &[left(3)]), None, "a restore is under way");
+        let told = told_of_left(&mut before, &[left(3), left(4)]).unwrap();
+        assert!(told.contains("snapshot 3 of shop is being") && !told.contains("snapshot 4"));
+        assert_eq!(told_of_left(&mut before, &[]), None);
+        assert_eq!(told_of_left(&mut before, &[left(4)]), None);
+    }
+
     /// Regression: the next one was taken an hour later.
     #[test]
     fn a_snapshot_that_meets_a_sweep_is_taken_soon_after() {

@@ -1,5 +1,6 @@
 //! One member of a group that is being snapshotted, on the host that runs it.
 
+use super::Snapshots;
 use super::capture::{Base, Capture, Saved};
 use super::member::MemberSeat;
 use super::mirrored::MirroredCapture;
@@ -157,6 +158,18 @@ impl Host {
         let mut known = self.snapshots.known.lock();
         let taking = known.takings.entry(task.vm().to_owned());
         taking.or_insert_with(|| Taking::new(self, task.clone(), reply)).clone()
+    }
+}
+
+impl Snapshots {
+    /// Lets go of what was kept for the next snapshots of VMs that are gone.
+    pub(super) fn forget_gone(&self) {
+        let takings: Vec<Arc<Taking>> = self.known.lock().takings.values().cloned().collect();
+        for taking in takings {
+            let gone = lock(&taking.state).forget_gone();
+            // Not under the lock: it is large.
+            drop(gone);
+        }
     }
 }
 
@@ -360,6 +373,14 @@ impl State {
         self.cohort.deadline().is_some()
     }
 
+    /// What the next one would begin with, if its machine is gone. Its number stays known: the coordinator may ask again.
+    fn forget_gone(&mut self) -> Option<Base> {
+        if self.thread.as_ref().is_some_and(JoinHandle::is_finished) {
+            self.thread = None;
+        }
+        self.base.take_if(|base| base.is_of_gone())
+    }
+
     fn end(&mut self, number: SnapshotNumber) {
         let Some(job) = self.job.take() else { return };
         job.stop.say();
@@ -394,6 +415,49 @@ fn cohort() -> TakeCohort {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use understudy_cluster::messages::GroupPlaces;
+    use understudy_protocol::literal;
+    use understudy_snapshot::Member;
+
+    /// Regression: it stayed for as long as the daemon ran, a hundred megabytes of it.
+    #[test]
+    fn what_the_next_snapshot_would_begin_with_goes_with_its_machine() {
+        let (machine, nobody) = (Arc::new(()), Arc::new(|_| ()) as Reply);
+        let task = TakeTask {
+            group: GroupPlaces {
+                name: literal("shop"),
+                vms: vec![literal("db")],
+                hosts: vec![literal("a")],
+            },
+            member: Member(0),
+            store: "/srv".parse().unwrap(),
+            compression: Compression::default(),
+            trace_ms: TraceTime::NONE,
+            recency: false,
+        };
+        let base = Base::of_nothing(&task, Arc::downgrade(&machine));
+        let taking = Arc::new(Taking {
+            host: Weak::new(),
+            state: Mutex::new(State {
+                cohort: cohort(),
+                reply: nobody,
+                job: None,
+                base: Some(base),
+                saved: None,
+                thread: Some(thread::spawn(|| ())),
+                task,
+            }),
+        });
+        let snapshots = Snapshots::default();
+        snapshots.known.lock().takings.insert(literal("db"), taking.clone());
+        snapshots.forget_gone();
+        assert!(lock(&taking.state).base.is_some(), "its machine runs");
+        drop(machine);
+        while lock(&taking.state).thread.is_some() {
+            snapshots.forget_gone();
+        }
+        assert!(lock(&taking.state).base.is_none());
+    }
 
     /// It was snapshotted, and every restore refused it.
     #[test]

@@ -1,7 +1,7 @@
 //! Certificates as they are in their files: read, checked, and compared with what was read before.
 
 use super::callers::JudgedLater;
-use super::{TlsFiles, certificate, names, provider};
+use super::{TlsFiles, certificate, names, provider, words};
 use anyhow::{Context, bail, ensure};
 use rustls::client::{Resumption, WebPkiServerVerifier};
 use rustls::pki_types::pem::PemObject;
@@ -32,6 +32,8 @@ pub struct Material {
     /// Configuration for callers of the API.
     pub(super) callers: Arc<ServerConfig>,
     verifier: Arc<dyn ClientCertVerifier>,
+    /// Certificate of this host, and those between it and the authority's.
+    chain: Vec<CertificateDer<'static>>,
     /// Seconds since 1970 at which this host's certificate expires.
     pub(super) expires: i64,
     /// Seconds since 1970 at which the last of the authority's certificates expires.
@@ -90,22 +92,22 @@ impl Material {
             (Some(bytes), Some(path)) => lists(bytes, path)?,
             _ => Vec::new(),
         };
-        let mut material = Material::build(contents, roots, lists, chain.clone(), key)
-            .with_context(|| {
+        let mut material =
+            Material::build(contents, roots, lists, chain, key).with_context(|| {
                 let (cert, key) = (files.cert.display(), files.key.display());
                 format!("cannot use the certificate {cert} with the key {key}")
             })?;
         material.expires = expires;
         material.authority_expires = authority_expires;
         // A list of another authority would have every connection refused.
-        material.is_revoked = match material.verdict(&chain[0], UnixTime::now()) {
+        material.is_revoked = match material.own_verdict() {
             Err(Error::InvalidCertificate(CertificateError::Revoked)) => true,
             Err(Error::InvalidCertificate(CertificateError::UnknownRevocationStatus))
             | Err(Error::InvalidCertRevocationList(_)) => {
                 let path = files.revoked.as_deref().unwrap_or(Path::new("?"));
                 bail!("{} is not a list of this host's CA", path.display())
             }
-            // Whatever else is wrong, the peers say.
+            // Whatever else is wrong, the peers say; nothing that worked is given up for it.
             _ => false,
         };
         Ok(material)
@@ -141,7 +143,7 @@ impl Material {
         let mut client = ClientConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&TLS13])?
             .with_webpki_verifier(servers)
-            .with_client_auth_cert(chain, key)?;
+            .with_client_auth_cert(chain.clone(), key)?;
         client.resumption = Resumption::disabled();
         let (client, server, callers) = (Arc::new(client), Arc::new(server), Arc::new(callers));
         Ok(Material {
@@ -150,10 +152,24 @@ impl Material {
             server,
             callers,
             verifier,
+            chain,
             expires: 0,
             authority_expires: 0,
             is_revoked: false,
         })
+    }
+
+    /// Refuses what no peer will take, as far as this host can see. One that is revoked is the authority's word.
+    pub fn check_own(&self) -> anyhow::Result<()> {
+        match self.own_verdict() {
+            Ok(()) | Err(Error::InvalidCertificate(CertificateError::Revoked)) => Ok(()),
+            Err(error) => Err(words::local(&error)),
+        }
+    }
+
+    fn own_verdict(&self) -> Result<(), Error> {
+        let (own, between) = self.chain.split_first().expect("a certificate");
+        self.verifier.verify_client_cert(own, between, UnixTime::now()).map(drop)
     }
 
     /// Whether a peer's certificate, which was in order at `then`, is revoked now.

@@ -88,13 +88,20 @@ impl Tls {
     }
 
     /// Reads the files again. If they have changed, new handshakes use them, and connections whose
-    /// peers' certificates are revoked now are closed: returns how many.
+    /// peers' certificates are revoked now are closed: returns how many. A certificate that peers take is not given up
+    /// for one that none will.
     pub fn refresh(&self) -> anyhow::Result<Option<usize>> {
-        let contents = Contents::read(&self.files)?;
-        if contents == self.material().contents {
+        let (contents, former) = (Contents::read(&self.files)?, self.material());
+        if contents == former.contents {
             return Ok(None);
         }
         let fresh = Arc::new(Material::new(contents, &self.files, &self.name)?);
+        if former.check_own().is_ok() {
+            let cert = self.files.cert.display();
+            fresh
+                .check_own()
+                .with_context(|| format!("no peer will take the certificate {cert}"))?;
+        }
         let mut state = self.state.lock();
         state.material = fresh.clone();
         let mut closed = 0;

@@ -332,6 +332,38 @@ fn certificates_are_renewed_without_a_restart() {
     assert_eq!(meet(&a, &b, "b"), (Ok(()), Ok(())));
 }
 
+/// Regression: they were used, and no host spoke with this one any more.
+#[test]
+fn a_certificate_that_no_peer_will_take_is_not_used() {
+    const DAY: Duration = Duration::from_secs(24 * 3600);
+    let (authority, other) = (Authority::new(), Authority::new());
+    let (a, b) = (Arc::new(authority.issue("a")), authority.issue("b"));
+    let own = |file| authority.0.path().join(file);
+    let written = pki::issue(other.0.path(), "a", 1).unwrap();
+    std::fs::copy(written.cert, own("a.pem")).unwrap();
+    std::fs::copy(written.key, own("a.key")).unwrap();
+    let words = format!("{:#}", a.refresh().unwrap_err());
+    assert!(words.contains("a.pem: it is from another CA"), "{words}");
+    assert_eq!(meet(&a, &b, "b"), (Ok(()), Ok(())));
+    // Until its time comes.
+    for file in ["a.pem", "a.key"] {
+        std::fs::remove_file(own(file)).unwrap();
+    }
+    pki::issue_at(SystemTime::now() + 2 * DAY, authority.0.path(), "a", 1).unwrap();
+    renewal::start(Arc::downgrade(&a));
+    let told = || a.problems().iter().any(|problem| problem.contains("it is not valid yet"));
+    let deadline = SystemTime::now() + Duration::from_secs(60);
+    while !told() {
+        assert!(SystemTime::now() < deadline, "{:?}", a.problems());
+        thread::sleep(Duration::from_millis(50));
+    }
+    assert_eq!(meet(&a, &b, "b"), (Ok(()), Ok(())));
+    // One that has expired is not held on to.
+    let old = authority.issue_at(SystemTime::now() - 2 * DAY, "old");
+    std::fs::copy(other.0.path().join(pki::CA_CERT), own(pki::CA_CERT)).unwrap();
+    assert_eq!(old.refresh().unwrap(), Some(0));
+}
+
 /// Nobody watched it: after ten years no host would have known another one any more.
 #[test]
 fn the_end_of_an_authority_is_told_in_time() {

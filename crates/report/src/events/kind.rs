@@ -4,6 +4,7 @@ use crate::status::TakeoverReport;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::mem::discriminant;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use understudy_protocol::{GroupName, HostName};
@@ -323,6 +324,22 @@ impl EventKind {
                 | Restored { .. }
         )
     }
+}
+
+impl EventKind {
+    /// Whether this says of something that goes on what `other` has said of it: what they have measured may differ.
+    pub fn says_the_same(&self, other: &EventKind) -> bool {
+        let (own, others) = (self.to_string(), other.to_string());
+        discriminant(self) == discriminant(other)
+            && own.split_whitespace().map(word).eq(others.split_whitespace().map(word))
+    }
+}
+
+/// A word, whose number does not count if it is one by itself: `host-2` and `disk1` are names.
+fn word(word: &str) -> &str {
+    let bare = word.trim_matches(|c: char| c.is_ascii_punctuation());
+    let is_number = bare.starts_with(|c: char| c.is_ascii_digit()) && bare.parse::<f64>().is_ok();
+    if is_number { "N" } else { word }
 }
 
 impl fmt::Display for EventKind {

@@ -46,7 +46,7 @@ export async function follow(take) {
         throw new Refusal(answer.status, "no events");
       }
       for await (const event of events(answer.body)) {
-        after = Math.max(after, event.number);
+        after = event.number;
         take(event);
       }
     } catch (error) {
