@@ -202,7 +202,6 @@ pub fn accept(
         vm,
         id: plan.id,
         primary: plan.primary,
-        turns: AtomicU64::new(0),
         launch: plan.launch,
         former: plan.former.into(),
         data: Channel::new(link, renewal),

@@ -54,8 +54,6 @@ pub struct Session {
     pub(super) present: Mutex<Present>,
     /// The rounds in which the guest's changes here are forgotten in lockstep.
     pub(super) rounds: Rounds,
-    /// Turns that are committed and not carried out.
-    pub(super) turns: AtomicU64,
     pub(super) launch: Launch,
     pub(super) former: Arc<dyn Fn() -> Option<Ownership> + Send + Sync>,
     /// The paths to the primary.

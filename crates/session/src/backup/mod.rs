@@ -12,9 +12,11 @@
 mod fitness;
 mod member;
 mod takeover;
+mod turn;
 mod words;
 
 pub use fitness::HANG;
+pub use turn::{LogSpan, Orders};
 pub use words::{Awaited, Effect, Ending, Errand, Event, Word};
 
 use crate::Place;
