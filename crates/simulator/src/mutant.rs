@@ -24,6 +24,8 @@ pub enum DriverMutant {
     AckBeforeStaged,
     /// The backup applies data as it arrives, not when the epoch is whole.
     ApplyPartialEpoch,
+    /// The last of a log does not go with the checkpoint that ends it.
+    LeaveOutTheRest,
     /// A checkpoint closes its epoch without a barrier in the output.
     LoseBarrier,
     /// A copy that was handed back lets output out before that is on record.
@@ -35,9 +37,10 @@ pub enum DriverMutant {
 }
 
 impl DriverMutant {
-    const ALL: [DriverMutant; 6] = [
+    const ALL: [DriverMutant; 7] = [
         DriverMutant::AckBeforeStaged,
         DriverMutant::ApplyPartialEpoch,
+        DriverMutant::LeaveOutTheRest,
         DriverMutant::LoseBarrier,
         DriverMutant::OpenBeforeRecord,
         DriverMutant::ReturnedMirrorRan,
@@ -71,6 +74,10 @@ impl Mutant {
             WinnersWordFirst => 2425,
             ForgetTheClaim => 2024,
             LeaseBesideSession => 3302,
+            PrepareTooEarly => 2823,
+            TakeAnyAnswer => 2544,
+            AskBehindTurn => 2043,
+            KeepCalledOff => 1693,
             ContestWhenSick => 1679,
             KeepLateGrant => 1034,
             KeepTheSick => 897,

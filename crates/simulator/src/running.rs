@@ -147,6 +147,7 @@ impl World {
             limit: None,
             repair: Repair::default(),
             is_watched: false,
+            records: false,
             wanted: true,
             sick_until: Time::default(),
         }));

@@ -53,7 +53,7 @@ impl Session {
             // The primary is told why, and what it still sends is read: a connection that is
             // closed with unread bytes is reset, and takes what was said along.
             self.heed(&failure);
-            self.give_up(&failure.to_string());
+            self.event(failure.event());
             while self.data.receive().is_ok() {}
             break failure.to_string();
         };

@@ -257,7 +257,7 @@ impl Session {
     pub(super) fn heed(&self, failure: &OwnFailure) {
         match failure {
             OwnFailure::Mirror(_) => self.distrust_mirrors(),
-            OwnFailure::Other(_) => {}
+            OwnFailure::Turn(_) | OwnFailure::Other(_) => {}
         }
     }
 

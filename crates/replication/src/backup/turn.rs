@@ -129,7 +129,7 @@ impl Session {
         let Some((machine, wanted)) = prepared.filter(|(_, wanted)| wanted.mode == mode) else {
             bail!("a turn came that was not prepared");
         };
-        ensure!(machine.is_alive(), OwnFailure::Other(ended(&machine)));
+        ensure!(machine.is_alive(), OwnFailure::Turn(ended(&machine)));
         Ok(wanted)
     }
 

@@ -1,7 +1,7 @@
 //! A turn of the backup from checkpoints to a log, or back, seen from the backup: what its primary orders beforehand,
 //! and which epochs may come.
 
-use understudy_protocol::Epoch;
+use understudy_protocol::{Epoch, planted};
 
 /// The orders of a primary to prepare another QEMU, `O`, beside the one that there is.
 #[derive(Debug)]
@@ -41,13 +41,13 @@ impl<O> Orders<O> {
 
     /// Whether the turn before is carried out, so that the QEMU that there is stays until the next one.
     pub fn may_prepare(&self) -> bool {
-        self.committed == 0
+        self.committed == 0 || planted!(PrepareTooEarly)
     }
 
     /// What the order of this number asked for is prepared. Given back if it was called off meanwhile.
     pub fn offer(&mut self, number: u64, other: O) -> Result<(), O> {
         let called_off = self.closed || self.count != number;
-        if called_off {
+        if called_off && !planted!(KeepCalledOff) {
             return Err(other);
         }
         self.other = Some(other);

@@ -9,7 +9,7 @@
 
 use super::Lead;
 use std::time::Duration;
-use understudy_protocol::{Epoch, PIPELINE_DEPTH, PrimaryPhase, Time};
+use understudy_protocol::{Epoch, PIPELINE_DEPTH, PrimaryPhase, Time, planted};
 
 /// The time that each part of a turn may take: the start of the backup's QEMU, the guest's next end of
 /// an epoch, and its commit.
@@ -57,7 +57,7 @@ impl Way {
 
     /// Whether batches may go: nothing overtakes the machine behind which they begin.
     pub fn may_send_log(&self, lead: &Lead) -> bool {
-        self.is_log && (lead.committed() >= self.since)
+        self.is_log && (lead.committed() >= self.since || planted!(LogOvertakes))
     }
 }
 
@@ -85,7 +85,8 @@ impl NoTurn {
     /// the turn is captured.
     pub fn is_called_off(&self) -> bool {
         match self {
-            NoTurn::Uncommitted(_) | NoTurn::Early(_) | NoTurn::Over => false,
+            NoTurn::Uncommitted(_) => planted!(CallOffWhatIsLate),
+            NoTurn::Early(_) | NoTurn::Over => false,
             _ => true,
         }
     }
@@ -114,6 +115,10 @@ pub enum Look<P> {
 pub struct Turning<P> {
     state: State<P>,
     patience: Duration,
+    /// Orders that the backup has not answered: each gets one answer, which does not say to which it is.
+    unanswered: u32,
+    /// The epoch that was the last turn.
+    last: Epoch,
 }
 
 #[derive(Debug)]
@@ -133,7 +138,7 @@ enum State<P> {
 impl<P> Default for Turning<P> {
     fn default() -> Turning<P> {
         let (state, patience) = (State::Idle, TURN_PATIENCE);
-        Turning { state, patience }
+        Turning { state, patience, unanswered: 0, last: Epoch(0) }
     }
 }
 
@@ -143,14 +148,23 @@ impl<P> Turning<P> {
         Turning { patience, ..self }
     }
 
-    /// The backup is about to be asked.
-    pub fn ask(&mut self, now: Time, _: &Lead) -> Result<(), NoTurn> {
+    /// The backup is about to be asked, unless something of another turn is on its way: an answer, which would be taken
+    /// for that to this order, or the epoch, which would find that the backup prepares for this turn.
+    pub fn ask(&mut self, now: Time, lead: &Lead) -> Result<(), NoTurn> {
+        if self.unanswered > 0 && !planted!(TakeAnyAnswer) {
+            return Err(NoTurn::Early("its backup has not answered the order before"));
+        }
+        if lead.committed() < self.last && !planted!(AskBehindTurn) {
+            return Err(NoTurn::Early("the turn before is not on its backup yet"));
+        }
+        self.unanswered += 1;
         self.state = State::Asked(now + self.patience);
         Ok(())
     }
 
     /// The backup answers an order.
     pub fn answered(&mut self, answer: Result<(), String>) {
+        self.unanswered = self.unanswered.saturating_sub(1);
         // It may come too late.
         if matches!(self.state, State::Asked(_)) {
             self.state = State::Answered(answer);
@@ -183,6 +197,7 @@ impl<P> Turning<P> {
 
     /// The turn is captured: it is this epoch.
     pub fn captured(&mut self, now: Time, epoch: Epoch) {
+        self.last = epoch;
         // Whoever waited may have heard that protection is over.
         if matches!(self.state, State::UnderWay) {
             self.state = State::Captured(epoch, now + self.patience);
@@ -220,7 +235,9 @@ impl<P> Turning<P> {
                 Look::Ended { why: NoTurn::NotCaptured, left: Some(prepared) }
             }
             State::Idle | State::Asked(_) | State::UnderWay if is_over => ended(NoTurn::Over),
-            State::Asked(by) if now >= by => ended(NoTurn::Unanswered),
+            State::Asked(by) if now >= by && !planted!(WaitForTheAnswer) => {
+                ended(NoTurn::Unanswered)
+            }
             going_on => {
                 self.state = going_on;
                 Look::Wait
@@ -336,6 +353,39 @@ mod tests {
         let late = NoTurn::Uncommitted(PrimaryPhase::Protected);
         assert!(!late.is_called_off());
         assert_eq!(turning.look(at(120), &lead), ended(late, None));
+    }
+
+    /// Whoever asks again has the answer to the first order taken for that to the second, for which nothing is
+    /// prepared.
+    #[test]
+    fn the_backup_is_not_asked_again_before_it_has_answered() {
+        let lead = protected();
+        let mut turning = Turning::<char>::default();
+        turning.ask(at(0), &lead).unwrap();
+        assert_eq!(turning.look(at(60), &lead), ended(NoTurn::Unanswered, None));
+        assert!(matches!(turning.ask(at(61), &lead), Err(NoTurn::Early(_))));
+        turning.answered(READY);
+        assert!(matches!(turning.look(at(61), &lead), Look::Wait), "nobody asks any more");
+        turning.ask(at(62), &lead).unwrap();
+        // More answers than orders are none.
+        [READY, READY, READY].into_iter().for_each(|answer| turning.answered(answer));
+        assert_eq!(turning.look(at(62), &lead), Look::Ready);
+        turning.ask(at(63), &lead).unwrap();
+    }
+
+    /// The order would overtake the epoch of the turn before: the backup gives up what that needs.
+    #[test]
+    fn the_backup_is_not_asked_again_before_it_has_the_turn_before() {
+        let mut lead = protected();
+        let mut turning = due(&lead);
+        turning.begin().unwrap();
+        capture(&mut lead);
+        turning.captured(at(60), Epoch(2));
+        let late = NoTurn::Uncommitted(PrimaryPhase::Protected);
+        assert_eq!(turning.look(at(120), &lead), ended(late, None));
+        assert!(matches!(turning.ask(at(121), &lead), Err(NoTurn::Early(_))));
+        acknowledge(&mut lead, 2);
+        turning.ask(at(122), &lead).unwrap();
     }
 
     #[test]
