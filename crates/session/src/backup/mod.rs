@@ -413,12 +413,13 @@ impl Standby {
     }
 
     /// A primary that hears it goes on without this backup. One that is lost does not, and what is committed is whole:
-    /// so this host does not give the VM up.
+    /// so this host does not give the VM up. One that was told to forget it says nothing but that it has.
     fn cannot_turn(&mut self, now: Time, reason: String, effects: &mut Vec<Effect>) {
         if planted!(GiveUpForATurn) {
             return self.give_up(now, reason, effects);
         }
-        let places = 0..self.members.len();
+        let follows = matches!(self.core.phase(), BackupPhase::Syncing | BackupPhase::Standing);
+        let places = (0..self.members.len()).filter(|_| follows);
         effects.extend(places.map(|place| Effect::Say(place, Word::Refuse(reason.clone()))));
     }
 

@@ -374,4 +374,7 @@ fn a_backup_that_cannot_turn_is_one_until_its_primary_hangs_up() {
     played.tell(Event::DataEnded(0, "the connection ended".to_owned()));
     played.win();
     assert_eq!(*played.standby.phase(), BackupPhase::Live);
+    let mut forgets = Played::new(1);
+    forgets.tell(Event::StandDown);
+    assert_eq!(forgets.tell(Event::CannotTurn("its QEMU ended".to_owned())), []);
 }
