@@ -96,6 +96,22 @@ mutants! {
     StartUnrecorded,
     /// A winner leaves the rest of its log, which was acknowledged, unexecuted.
     LeaveTheLog,
+    /// The first of a log may come before the machine that it begins behind is committed.
+    LogOvertakes,
+    /// An answer of the backup to an order of before counts for the one of now.
+    TakeAnyAnswer,
+    /// A turn is asked for while the epoch of the one before is on its way.
+    AskBehindTurn,
+    /// A backup that does not answer whether it can turn is waited for for ever.
+    WaitForTheAnswer,
+    /// A turn whose commit is late is called off.
+    CallOffWhatIsLate,
+    /// A QEMU is prepared for a turn beside one whose place another is about to take.
+    PrepareTooEarly,
+    /// A backup that asks for the VM gives it up for a turn that it cannot carry out.
+    GiveUpForATurn,
+    /// A QEMU that was prepared for a turn stays although that was called off.
+    KeepCalledOff,
     /// A backup whose QEMU did not follow the log stays one.
     StayDiverged,
     /// A winner goes on with a guest that could not be started.

@@ -7,6 +7,7 @@ use crate::mutant::DriverMutant;
 use crate::network::ConnectionId;
 use crate::paths::Ways;
 use crate::schedule::Moment;
+use crate::turn::{Beside, Other};
 use crate::world::{Event, World};
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -75,9 +76,27 @@ pub struct Standby {
     pub(crate) broken: bool,
     /// Log that its QEMU executes, in lockstep.
     pub(crate) log: Following,
+    /// It gives up, and what it is sent is of no use.
+    pub(crate) deaf: bool,
+    /// QEMUs for turns.
+    pub(crate) beside: Beside,
+    /// Those that turns need which are committed, and not carried out.
+    pub(crate) others: VecDeque<(Epoch, Option<Other>)>,
 }
 
 impl Standby {
+    /// Whether this epoch is a turn, for which another QEMU waits.
+    pub(crate) fn turns_with(&self, epoch: Epoch) -> bool {
+        self.others.front().is_some_and(|(of, _)| *of == epoch)
+    }
+
+    /// The epoch is not applied, with whatever it is.
+    pub(crate) fn forget_turn(&mut self, epoch: Epoch) {
+        if self.turns_with(epoch) {
+            self.others.pop_front();
+        }
+    }
+
     /// Whether it is putting on record that it has won.
     pub(crate) fn is_recording(&self) -> bool {
         matches!(self.errands.front(), Some(Errand::Activate(_)))
@@ -119,6 +138,7 @@ impl World {
         let mut core = backup::Standby::new(core, 1).with_patience(DISK_PATIENCE);
         core.join();
         let primary = self.network.other(data, host);
+        let lockstep = self.schedule.lockstep;
         self.hosts[host.0].backs = Some(primary);
         self.hosts[host.0].role = Role::Backup(Box::new(Standby {
             id,
@@ -141,7 +161,10 @@ impl World {
             worked: 0,
             told_work: 0,
             broken: false,
-            log: Following::default(),
+            log: if lockstep { Following::behind(Epoch(1)) } else { Following::default() },
+            deaf: false,
+            beside: Beside::default(),
+            others: VecDeque::new(),
         }));
         self.set_record(host, ImageRole::Syncing, generation);
         self.note(host, || format!("stands by at generation {generation}"));
@@ -153,7 +176,7 @@ impl World {
 
     /// A message of the primary.
     pub(crate) fn backup_receives(&mut self, host: HostId, id: SessionId, message: Message) {
-        if self.hosts[host.0].standby(id).is_none() {
+        if self.hosts[host.0].standby(id).is_none_or(|standby| standby.deaf) {
             return;
         }
         match message.header.kind {
@@ -163,6 +186,7 @@ impl World {
                 self.backup_event(host, id, BackupEvent::StandDown);
             }
             Kind::Log => self.take_log(host, id, &message),
+            Kind::Turn => self.take_order(host, id, &message),
             // The first synchronisation: nothing to be kept whole yet.
             _ if message.header.epoch == Epoch(0) => self.apply_message(host, id, &message),
             _ => self.stage(host, id, message),
@@ -172,6 +196,13 @@ impl World {
     fn stage(&mut self, host: HostId, id: SessionId, message: Message) {
         let now = self.now;
         let (kind, epoch) = (message.header.kind, message.header.epoch);
+        if !self.expect_turn(host, id, &message) {
+            return;
+        }
+        let Some(standby) = self.hosts[host.0].standby(id) else { return };
+        if standby.log.span.is_some_and(|span| !span.may_come(epoch)) {
+            return self.violation(format!("{host} gets a {kind:?} after its log had begun"));
+        }
         if self.has(DriverMutant::ApplyPartialEpoch) && kind != Kind::EpochEnd {
             self.apply_message(host, id, &message);
         }
@@ -195,10 +226,23 @@ impl World {
                 self.backup_event(host, id, event);
                 self.moment(Moment::Acknowledged);
             }
-            Err(error) => {
-                self.violation(format!("{host} refuses what the primary sent: {error}"));
-            }
+            Err(error) => self.cannot_read(host, id, &error.to_string()),
         }
+    }
+
+    /// What came is not to be understood. So it may be where the log is taken in no more, since its primary seems lost, or
+    /// is let go.
+    fn cannot_read(&mut self, host: HostId, id: SessionId, error: &str) {
+        let Some(standby) = self.hosts[host.0].standby(id) else { return };
+        let follows = matches!(standby.core.phase(), BackupPhase::Syncing | BackupPhase::Standing);
+        if follows || !standby.log.has_ended() {
+            return self.violation(format!("{host} refuses what the primary sent: {error}"));
+        }
+        standby.deaf = true;
+        let data = standby.data;
+        self.send(host, data, Message::new(Kind::Refuse, Epoch(0), error.as_bytes().to_vec()));
+        self.close(host, data);
+        self.backup_event(host, id, BackupEvent::DataEnded(0, error.to_owned()));
     }
 
     /// Tells the session what happened and does what comes of it.
@@ -229,6 +273,7 @@ impl World {
                 let part = standby.parts.iter_mut().find(|part| part.epoch == epoch);
                 let frames = frames_of(part.expect("it was staged"));
                 standby.carried.commit(now, epoch, &frames);
+                self.commit_turn(host, id, epoch);
             }
             Effect::Acknowledge(epoch) => {
                 self.note_routine(host, || format!("acknowledges epoch {epoch}"));
@@ -248,6 +293,9 @@ impl World {
                 }
                 self.ask_arbiter(host, id, (from, None), WinnersWord::default());
                 self.moment(Moment::BackupContests);
+                let turns = |standby: &mut Standby| !standby.others.is_empty();
+                let in_turn = self.hosts[host.0].standby(id).is_some_and(turns);
+                self.coverage.contests_in_turn += u64::from(in_turn);
             }
             Effect::Granted { .. } => {
                 standby.won = Some(now);
@@ -262,7 +310,7 @@ impl World {
                 let words = obstacle.unwrap_or_default().into_bytes();
                 self.send(host, data, Message::new(Kind::MayTakeOver, Epoch(0), words));
             }
-            Effect::EndLog => standby.log.ended = true,
+            Effect::EndLog => standby.log.end(),
             Effect::Leave(None) => self.excuse("the operator ended protection"),
             // Nothing of it is here: inbound frames, and what is for people.
             Effect::Suspect | Effect::Leave(_) | Effect::NoteObstacle(_) => {}
@@ -275,7 +323,10 @@ impl World {
         let data = standby.data;
         let message = match word {
             Word::Refuse(reason) | Word::Diverged(reason) => {
-                standby.told.get_or_insert(now);
+                // One that cannot turn goes on.
+                if *standby.core.phase() == BackupPhase::Discarded {
+                    standby.told.get_or_insert(now);
+                }
                 Message::new(Kind::Refuse, Epoch(0), reason.into_bytes())
             }
             Word::StoodDown => Message::new(Kind::StoodDown, Epoch(0), Vec::new()),
@@ -324,6 +375,7 @@ impl World {
         }
         self.at(next, Event::BackupBeat(host, id));
         self.tell_work(host, id);
+        self.check_other(host, id);
         if punctual {
             self.path_event(host, id, PathEvent::Tick);
             self.look_at_vitals(host, id);

@@ -15,7 +15,7 @@ use understudy_protocol::{
 use understudy_session::primary::{Asked, Event as PrimaryEvent, Guests, next_step};
 
 /// Time between two looks whether a guest that is to stand still does.
-const STOP_LOOK: Duration = Duration::from_micros(500);
+pub(crate) const STOP_LOOK: Duration = Duration::from_micros(500);
 
 /// An activity that is sometimes idle, sometimes busy, and always the same for a seed.
 fn guessed_activity(state: State) -> Activity {
@@ -42,10 +42,31 @@ impl Guests for Looked {
     }
 }
 
+/// The further part that a checkpoint has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cut {
+    /// No other part.
+    Plain,
+    /// The last one: the guest is left paused.
+    Last,
+    /// The log begins with its pause.
+    LogBegins,
+    /// The log ends with its pause.
+    LogEnds,
+}
+
+impl Cut {
+    /// Whether the backup keeps up in another way from then on.
+    fn is_turn(self) -> bool {
+        matches!(self, Cut::LogBegins | Cut::LogEnds)
+    }
+}
+
 /// The copy that a checkpoint made while the guest stood still.
 #[derive(Debug)]
 pub struct Capture {
     epoch: Epoch,
+    cut: Cut,
     pages: Vec<u8>,
     state: State,
 }
@@ -120,17 +141,23 @@ impl World {
         if session.busy || !session.core.may_capture() {
             return;
         }
+        let is_log = session.records();
         if session.rendezvous.last().is_none() {
             // The first one ends the first synchronisation.
-            return self.pause(host, id, false);
+            return self.pause(host, id, Cut::Plain);
         }
-        if session.records() {
+        if self.begin_turn(host, id) {
+            return;
+        }
+        if is_log {
             return self.consider_batch(host, id);
         }
+        let Some(session) = self.hosts[host.0].session(id) else { return };
         let asked = Asked { hand_over: session.core.is_handed_over(), checkpoint: false };
         let pace = (&session.rendezvous, &policy);
         match next_step(&session.core, pace, asked, now, &guest) {
-            Ok(step) => self.pause(host, id, step == GroupStep::LastCheckpoint),
+            Ok(GroupStep::Checkpoint) => self.pause(host, id, Cut::Plain),
+            Ok(GroupStep::LastCheckpoint) => self.pause(host, id, Cut::Last),
             Err(Some(wait)) if session.check_at != Some(now + wait) => {
                 session.check_at = Some(now + wait);
                 self.at(now + wait, Event::CheckpointDue(host, id));
@@ -139,7 +166,7 @@ impl World {
         }
     }
 
-    fn pause(&mut self, host: HostId, id: SessionId, last: bool) {
+    pub(crate) fn pause(&mut self, host: HostId, id: SessionId, cut: Cut) {
         let now = self.now;
         let Some(running) = self.hosts[host.0].running() else { return };
         running.paused = true;
@@ -149,11 +176,11 @@ impl World {
             session.paused = now;
         }
         let length = self.random.micros(200, 3_000);
-        self.after_work(host, length, Event::PauseEnds(host, id, last));
+        self.after_work(host, length, Event::PauseEnds(host, id, cut));
     }
 
     /// Barrier, capture, resume.
-    pub(crate) fn pause_ends(&mut self, host: HostId, id: SessionId, last: bool) {
+    pub(crate) fn pause_ends(&mut self, host: HostId, id: SessionId, cut: Cut) {
         let now = self.now;
         let blocks = self.hosts[host.0].image.blocks;
         let barrier_lost = self.has(DriverMutant::LoseBarrier) && self.random.percent(20);
@@ -163,7 +190,7 @@ impl World {
         };
         if session.outbox.holds_guest() {
             // It stops behind its writes.
-            return self.after(STOP_LOOK, Event::PauseEnds(host, id, last));
+            return self.after(STOP_LOOK, Event::PauseEnds(host, id, cut));
         }
         let (epoch, next) = (session.core.running(), session.core.running().next());
         let carried = running.port.held_of(epoch).count() as u64;
@@ -182,19 +209,37 @@ impl World {
         let written = (0..PAGES).filter(|page| session.dirty[*page]);
         let capture = Capture {
             epoch,
+            cut,
             pages: written.flat_map(|page| page_entry(page, pages[page])).collect(),
             state: running.guest.state,
         };
         session.dirty = [false; PAGES];
+        let rest = (cut == Cut::LogEnds).then(|| session.recording.take());
         let boundary = Boundary { state: running.guest.state, pages: *pages, blocks };
         self.oracle.record(id, epoch, boundary);
         self.note_routine(host, || format!("closes epoch {epoch}"));
+        if let Some(mut rest) = rest {
+            if self.has(DriverMutant::LeaveOutTheRest) {
+                rest.clear();
+            }
+            // Before the guest runs, whose disk writes go with their epochs again.
+            self.send_data(host, id, Kind::LogEnds, epoch, rest);
+        }
         // A copy that was lost meanwhile is kept as it stands.
-        if !last && !self.hosts[host.0].has_lost() {
+        if cut != Cut::Last && !self.hosts[host.0].has_lost() {
             self.resume_guest(host);
         }
-        let event = if last { PrimaryEvent::CapturedLast } else { PrimaryEvent::Captured };
+        let event = match cut {
+            Cut::Last => PrimaryEvent::CapturedLast,
+            _ => PrimaryEvent::Captured,
+        };
         self.primary_event(host, id, event);
+        if let Some(session) = self.hosts[host.0].session(id).filter(|_| cut == Cut::LogEnds) {
+            session.turns.way.end_log(&mut session.core);
+        }
+        if cut.is_turn() {
+            self.moment(Moment::TurnCaptured);
+        }
         let encode = self.random.micros(10, 1_500);
         self.after_work(host, encode, Event::Captured(host, id, Box::new(capture)));
         self.moment(Moment::Captured);
@@ -206,6 +251,9 @@ impl World {
         if self.hosts[host.0].session(id).is_none() {
             return;
         }
+        if capture.cut == Cut::LogBegins {
+            self.send_data(host, id, Kind::LogBegins, capture.epoch, Vec::new());
+        }
         self.send_data(host, id, Kind::Pages, capture.epoch, capture.pages);
         self.send_frames(host, id, capture.epoch);
         self.send_data(host, id, Kind::DeviceState, capture.epoch, capture.state.encode());
@@ -216,6 +264,9 @@ impl World {
         let end = EpochEnd { epoch, sums: digest.sums(), age };
         self.put_now(host, id, Message::new(Kind::EpochEnd, epoch, end.encode()), 0);
         self.moment(Moment::EndSent);
+        if capture.cut.is_turn() {
+            self.turn_captured(host, id);
+        }
         self.consider_checkpoint(host, id);
     }
 

@@ -34,6 +34,62 @@ coverage! {
     takeovers,
     /// A backup went live from the end of its log.
     takeovers_in_lockstep,
+    /// A VM turned to lockstep while it was protected.
+    turns_to_lockstep,
+    /// A VM turned to checkpoints while it was protected.
+    turns_to_checkpoints,
+    /// A backup carried a turn out.
+    turns_applied,
+    /// For a turn a guest went on in another QEMU.
+    guests_moved,
+    /// A turn was not begun: something of another was on its way.
+    turns_refused_at_once,
+    /// A backup refused a turn.
+    turns_refused,
+    /// A backup did not answer in time whether it can turn.
+    turns_unanswered,
+    /// A primary could not do its part of a turn.
+    turns_failed,
+    /// No epoch ended in time for a turn to be its end.
+    turns_not_captured,
+    /// The commit of a turn did not come in time, or not any more.
+    turns_uncommitted,
+    /// A backup heard that a turn is called off.
+    turns_called_off,
+    /// The QEMU that a backup had prepared for a turn died.
+    others_died,
+    /// A backup went live that had been told of a turn which it had not committed.
+    takeovers_before_turn,
+    /// A backup contested the VM with a turn that it had committed, and not carried out.
+    contests_in_turn,
+    /// In a turn a host lost its power.
+    powerless_in_turn,
+    /// In a turn a daemon died.
+    daemons_died_in_turn,
+    /// In a turn a QEMU died, hung or did nothing any more.
+    qemus_failed_in_turn,
+    /// In a turn a host was cut off from another.
+    cut_in_turn,
+    /// In a turn the arbiter was away.
+    arbiter_away_in_turn,
+    /// In a turn a connection broke.
+    connections_broken_in_turn,
+    /// In a turn a host stood still.
+    stalled_in_turn,
+    /// In a turn a disk hung or failed.
+    disks_failed_in_turn,
+    /// In a turn a backup did not follow its log.
+    diverged_in_turn,
+    /// In a turn the epochs and the log came late or not.
+    data_late_in_turn,
+    /// In a turn a path failed.
+    paths_failed_in_turn,
+    /// In a turn a planned fail-over was asked for.
+    handed_over_in_turn,
+    /// In a turn the operator ended protection.
+    unprotected_in_turn,
+    /// In a turn a part failed for good.
+    lost_for_good_in_turn,
     /// Batches of log that came to a backup.
     batches,
     /// A backup's QEMU did not follow its log.

@@ -7,7 +7,7 @@ use crate::schedule::Moment;
 use crate::world::{Event, World};
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{DiskWrite, Kind, Message};
-use understudy_protocol::{BackupPhase, CardIndex, Epoch, Generation};
+use understudy_protocol::{BackupPhase, CardIndex, Epoch, Generation, StagedEpoch};
 use understudy_session::backup::{Ending, Errand, Event as BackupEvent};
 
 impl World {
@@ -63,8 +63,9 @@ impl World {
                 Err("its record may not be written".to_owned())
             }
             Errand::Apply(_) | Errand::Settle if fails => {
-                if let Errand::Apply(_) = errand {
+                if let Errand::Apply(epoch) = errand {
                     standby.parts.pop_front();
+                    standby.forget_turn(*epoch);
                     standby.progress = 0;
                 }
                 standby.lost_writes = true;
@@ -72,9 +73,10 @@ impl World {
                 self.excuse("the backup's disk fails");
                 Err("its disk fails".to_owned())
             }
-            Errand::Apply(epoch) => return self.apply_next(host, id, *epoch).then_some(Ok(())),
-            Errand::Skip(_) => {
+            Errand::Apply(epoch) => return self.apply_one(host, id, *epoch),
+            Errand::Skip(epoch) => {
                 standby.parts.pop_front();
+                standby.forget_turn(*epoch);
                 self.coverage.skipped_epochs += 1;
                 Ok(())
             }
@@ -111,10 +113,46 @@ impl World {
         self.coverage.failed_writes += 1;
     }
 
+    /// Applies a piece of the epoch in front, a turn with what that takes; how that ended, if it has.
+    fn apply_one(
+        &mut self,
+        host: HostId,
+        id: SessionId,
+        epoch: Epoch,
+    ) -> Option<Result<(), String>> {
+        let standby = self.hosts[host.0].standby(id)?;
+        let ends = |part: &StagedEpoch<Message>| {
+            part.pieces.iter().any(|piece| piece.header.kind == Kind::LogEnds)
+        };
+        if standby.parts.front().is_some_and(ends) && !standby.log.has_left(epoch) {
+            let left = self.leave_log(host, id, epoch)?;
+            if left.is_err() {
+                self.hosts[host.0].standby(id)?.parts.pop_front();
+                return Some(left);
+            }
+        }
+        if !self.apply_next(host, id, epoch) {
+            return None;
+        }
+        let standby = self.hosts[host.0].standby(id)?;
+        if standby.turns_with(epoch) {
+            let changed = self.change_over(host, id, epoch);
+            if changed.is_err() {
+                return Some(changed);
+            }
+            self.turn_applied(host, id);
+        } else if standby.log.has_left(epoch) {
+            self.turn_applied(host, id);
+        }
+        Some(Ok(()))
+    }
+
     /// Applies one message of the epoch in front; whether that was the last.
     fn apply_next(&mut self, host: HostId, id: SessionId, epoch: Epoch) -> bool {
         let Some(standby) = self.hosts[host.0].standby(id) else { return true };
         let (applied, generation) = (standby.core.applied(0), standby.core.generation());
+        // What a log that has ended left is the primary's already.
+        let has_left = standby.log.has_left(epoch);
         let Some(whole) = standby.parts.front_mut() else { return true };
         if standby.progress < whole.pieces.len() {
             let empty = Message::new(Kind::Pages, epoch, Vec::new());
@@ -122,7 +160,10 @@ impl World {
             standby.progress += 1;
             standby.worked += 1;
             self.apply_message(host, id, &message);
-            self.check_copy(host, applied, true);
+            match has_left {
+                true => self.check_copy(host, epoch, false),
+                false => self.check_copy(host, applied, true),
+            }
             self.moment(Moment::Applying);
             return false;
         }
@@ -157,7 +198,7 @@ impl World {
                 let Some(standby) = self.hosts[host.0].standby(id) else { return };
                 standby.device_state = Some(State::decode(&message.payload));
             }
-            Kind::Outbound => {}
+            Kind::Outbound | Kind::LogBegins | Kind::LogEnds => {}
             other => self.violation(format!("{host} was sent a {other:?} message")),
         }
     }
@@ -253,9 +294,10 @@ impl World {
     fn go_live(&mut self, host: HostId, id: SessionId, generation: Generation) {
         let now = self.now;
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
-        let (broken, in_lockstep) = (standby.broken, standby.log.last > Epoch(1));
+        let (broken, in_lockstep) = (standby.broken, standby.log.has_come());
         // A log may have come that was acknowledged to nobody: the guest has executed it, too.
         let (last, pages) = (standby.core.committed().max(standby.log.last), standby.pages);
+        let announced = standby.beside.orders.other().is_some();
         let carried = standby.carried.take(now);
         let origin = standby.device_state.expect("an epoch was applied");
         self.coverage.partial_epochs_dropped += u64::from(standby.staging.bytes() > 0);
@@ -277,6 +319,7 @@ impl World {
         self.note(host, || format!("goes live from epoch {last}"));
         self.coverage.takeovers += 1;
         self.coverage.takeovers_in_lockstep += u64::from(in_lockstep);
+        self.coverage.takeovers_before_turn += u64::from(announced);
         self.live_since = self.now;
         self.run_here(host, Guest { state, pages, flushed }, generation);
         self.resend(host, carried);

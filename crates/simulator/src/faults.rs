@@ -35,6 +35,7 @@ impl World {
         }
         self.note_world(|| format!("FAULT {fault:?}"));
         self.coverage.faults += 1;
+        self.count_in_turn(fault);
         self.excuse(format!("{fault:?}"));
         self.must_survive = self.schedule.faults.len() == 1
             && fault.is_survivable()
@@ -51,6 +52,7 @@ impl World {
                 self.on(target, |w, host| w.daemon_dies(host, span, true));
             }
             Fault::QemuDeath(target) => self.on(target, World::qemu_dies),
+            Fault::OtherDeath => self.on(Target::Backup, World::other_dies),
             Fault::QemuHang => self.on(Target::Primary, World::qemu_hangs),
             Fault::SickGuest(span) => {
                 self.on(Target::Primary, |w, host| w.guest_falls_sick(host, span));

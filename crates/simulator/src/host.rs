@@ -123,6 +123,8 @@ pub struct Running {
     pub repair: Repair,
     /// Whether somebody looks whether it is protected again.
     pub is_watched: bool,
+    /// Whether its QEMU records a log, or can.
+    pub records: bool,
     /// Whether the operator wants it protected.
     pub wanted: bool,
     /// The guest does nothing until then.

@@ -50,6 +50,7 @@ mod settle;
 mod shrink;
 mod sweep;
 mod trace;
+mod turn;
 mod world;
 
 pub use coverage::Coverage;

@@ -11,11 +11,8 @@ use std::collections::VecDeque;
 use std::time::Duration;
 use understudy_protocol::wire::{Kind, Message};
 use understudy_protocol::{BackupPhase, Epoch, Time};
-use understudy_session::backup::Event as BackupEvent;
+use understudy_session::backup::{Event as BackupEvent, LogSpan};
 use understudy_session::primary::Event as PrimaryEvent;
-
-/// The machine as it is copied: the log begins behind this epoch.
-const MACHINE: Epoch = Epoch(1);
 
 /// Batches on their way, at most: fewer than the oracle remembers, and than the product allows.
 pub(crate) const PIPELINE: u64 = 48;
@@ -64,11 +61,22 @@ pub(crate) struct Recording {
     since: Option<Time>,
 }
 
+impl Recording {
+    /// Takes what is in no batch yet, as it travels.
+    pub(crate) fn take(&mut self) -> Vec<u8> {
+        std::mem::take(self).steps.into_iter().flat_map(Step::encode).collect()
+    }
+}
+
 /// The log at its backup.
 #[derive(Debug, Default)]
 pub(crate) struct Following {
+    /// Its epochs, if there is one.
+    pub(crate) span: Option<LogSpan>,
     /// The last batch.
     pub last: Epoch,
+    /// The epoch with which it has ended, and is executed.
+    left: Option<Epoch>,
     /// Steps that are not executed yet.
     steps: VecDeque<Step>,
     /// The next step has its time.
@@ -77,13 +85,51 @@ pub(crate) struct Following {
     pub diverges: bool,
     /// Reason why nothing more can be executed.
     spoilt: Option<String>,
-    /// Whether no more is taken in.
-    pub ended: bool,
     /// All of it is executed: there is nothing left that could come out otherwise.
     completed: bool,
 }
 
 impl Following {
+    /// A log that begins behind this epoch.
+    pub(crate) fn behind(machine: Epoch) -> Following {
+        Following { span: Some(LogSpan::new(machine)), ..Following::default() }
+    }
+
+    /// Whether there is one of which a batch has come.
+    pub(crate) fn has_come(&self) -> bool {
+        self.span.is_some() && self.last > Epoch(0)
+    }
+
+    /// Whether there is one of which no more is taken in.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.span.is_some_and(|span| span.has_ended())
+    }
+
+    /// No more is taken in.
+    pub(crate) fn end(&mut self) {
+        if let Some(span) = &mut self.span {
+            span.end();
+        }
+    }
+
+    /// The log ends with this rest of it, as the epoch is committed which that is part of.
+    pub(crate) fn end_with(&mut self, rest: &[u8]) {
+        if self.span.is_some_and(|span| !span.has_ended()) {
+            self.steps.extend(rest.chunks_exact(Step::BYTES).map(Step::decode));
+        }
+        self.end();
+    }
+
+    /// All of it is executed, and another QEMU is to have this one's place.
+    pub(crate) fn leave(&mut self, epoch: Epoch) {
+        (self.span, self.left) = (None, Some(epoch));
+    }
+
+    /// Whether it has ended with this epoch, and all of it is executed.
+    pub(crate) fn has_left(&self, epoch: Epoch) -> bool {
+        self.left == Some(epoch)
+    }
+
     /// Whether it can be executed no further.
     pub(crate) fn is_spoilt(&self) -> bool {
         self.spoilt.is_some()
@@ -93,7 +139,7 @@ impl Following {
 impl Session {
     /// Whether what the guest does is logged.
     pub(crate) fn records(&self) -> bool {
-        self.lockstep && self.disk_epoch > MACHINE
+        self.turns.way.is_log() && self.disk_epoch > self.turns.way.since()
     }
 }
 
@@ -116,7 +162,7 @@ impl World {
             return;
         };
         // Nothing may overtake the machine itself.
-        if session.core.committed() < MACHINE {
+        if !session.turns.way.may_send_log(&session.core) {
             return;
         }
         let last = session.core.is_handed_over();
@@ -134,7 +180,7 @@ impl World {
     }
 
     /// Cuts a batch: what was sent so far belongs to it, and all the log that led to it is in it.
-    fn cut_batch(&mut self, host: HostId, id: SessionId, last: bool) {
+    pub(crate) fn cut_batch(&mut self, host: HostId, id: SessionId, last: bool) {
         let now = self.now;
         if last {
             self.stop_guest(host);
@@ -150,13 +196,12 @@ impl World {
         }
         running.port.gate = Gate::Held(next);
         session.disk_epoch = next;
-        let Recording { steps, .. } = std::mem::take(&mut session.recording);
+        let log = session.recording.take();
         let boundary = Boundary { state: running.guest.state, pages: running.guest.pages, blocks };
         self.oracle.record(id, epoch, boundary);
-        self.note_routine(host, || format!("cuts batch {epoch}: {} steps", steps.len()));
+        self.note_routine(host, || format!("cuts batch {epoch}: {} bytes", log.len()));
         let event = if last { PrimaryEvent::CapturedLast } else { PrimaryEvent::Captured };
         self.primary_event(host, id, event);
-        let log = steps.into_iter().flat_map(Step::encode).collect();
         self.put_now(host, id, Message::new(Kind::Log, epoch, log), 1);
         self.note_end(host, id, epoch);
         self.moment(Moment::EndSent);
@@ -165,10 +210,16 @@ impl World {
     /// A batch is acknowledged when it is here, before it is executed.
     pub(crate) fn take_log(&mut self, host: HostId, id: SessionId, message: &Message) {
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
-        if standby.log.ended {
-            return;
-        }
         let epoch = message.header.epoch;
+        let Some(span) = &mut standby.log.span else {
+            return self.violation(format!("{host} gets a log, which was not agreed on"));
+        };
+        match span.takes(epoch) {
+            Ok(true) => span.took(epoch),
+            Ok(false) => return,
+            Err(error) => return self.violation(format!("{host} refuses its log: {error}")),
+        }
+        standby.staging.pass(epoch);
         standby.log.last = epoch;
         standby.log.steps.extend(message.payload.chunks_exact(Step::BYTES).map(Step::decode));
         self.coverage.batches += 1;
@@ -194,7 +245,8 @@ impl World {
         if standby.broken || *standby.core.phase() == BackupPhase::Discarded {
             return;
         }
-        if standby.core.applied(0) >= MACHINE {
+        let machine = standby.log.span.map(|span| span.machine());
+        if machine.is_some_and(|machine| standby.core.applied(0) >= machine) {
             self.execute(host, id);
             self.moment(Moment::Applying);
         }
@@ -255,7 +307,7 @@ impl World {
     /// The backup's QEMU executes something else than the primary's from here on.
     pub(crate) fn diverge(&mut self, host: HostId) {
         let Role::Backup(standby) = &mut self.hosts[host.0].role else { return };
-        if standby.log.last > MACHINE && !standby.log.completed {
+        if standby.log.has_come() && !standby.log.completed {
             standby.log.diverges = true;
             let id = standby.id;
             self.feed_soon(host, id);

@@ -24,6 +24,8 @@ pub enum DriverMutant {
     AckBeforeStaged,
     /// The backup applies data as it arrives, not when the epoch is whole.
     ApplyPartialEpoch,
+    /// The last of a log does not go with the checkpoint that ends it.
+    LeaveOutTheRest,
     /// A checkpoint closes its epoch without a barrier in the output.
     LoseBarrier,
     /// A copy that was handed back lets output out before that is on record.
@@ -35,9 +37,10 @@ pub enum DriverMutant {
 }
 
 impl DriverMutant {
-    const ALL: [DriverMutant; 6] = [
+    const ALL: [DriverMutant; 7] = [
         DriverMutant::AckBeforeStaged,
         DriverMutant::ApplyPartialEpoch,
+        DriverMutant::LeaveOutTheRest,
         DriverMutant::LoseBarrier,
         DriverMutant::OpenBeforeRecord,
         DriverMutant::ReturnedMirrorRan,
@@ -67,22 +70,26 @@ impl Mutant {
         use CoreMutant::*;
         let Mutant::Core(mutant) = self else { return None };
         Some(match mutant {
+            LeaseBesideSession => 3989,
             KeepUnheardGrant => 3728,
-            WinnersWordFirst => 2425,
-            ForgetTheClaim => 2024,
-            LeaseBesideSession => 3302,
-            ContestWhenSick => 1679,
-            KeepLateGrant => 1034,
+            PrepareTooEarly => 2823,
+            TakeAnyAnswer => 2544,
+            WinnersWordFirst => 2487,
+            KeepLateGrant => 2282,
+            AskBehindTurn => 2043,
+            ContestWhenSick => 1907,
+            KeepCalledOff => 1693,
+            ForgetTheClaim => 1544,
             KeepTheSick => 897,
-            StayInTheHole => 770,
-            JumpTheQueue => 653,
-            ForgetWhatWaits => 531,
+            StayInTheHole => 834,
+            JumpTheQueue => 710,
             LostWithOnePath => 620,
+            NeverSuspect => 580,
+            ForgetWhatWaits => 574,
             GiveToTheUnfit => 461,
             ApplyBehindGap => 418,
             StayOnTheDead => 380,
             NothingHangs | ContestUnfit => 373,
-            NeverSuspect => 255,
             ReturnWhatRan => 251,
             _ => return None,
         })

@@ -41,6 +41,7 @@ impl World {
 
     /// The operator wants protection.
     pub(crate) fn want_protection(&mut self) {
+        let mut refused = false;
         for host in (0..self.hosts.len()).map(HostId) {
             let Some(running) = self.hosts[host.0].running() else { continue };
             running.wanted = true;
@@ -55,10 +56,11 @@ impl World {
             if alone && *running.repair.phase() == RepairPhase::Idle {
                 self.repair_event(host, RepairEvent::Lost("the operator wants it".to_owned()));
             }
-            if ends {
-                // It is refused until then.
-                self.after(ASKED_AGAIN, Event::WantedAgain);
-            }
+            refused |= ends;
+        }
+        if refused {
+            // It is refused until then. Asked once: two hosts that end would have twice as many ask each time.
+            self.after(ASKED_AGAIN, Event::WantedAgain);
         }
     }
 

@@ -71,6 +71,11 @@ impl Outbox {
         self.writing.is_some()
     }
 
+    /// The guest runs again, which may stand in a write. Whether it does.
+    pub(crate) fn goes_on_as(&mut self, runs: u32) -> bool {
+        self.writing.as_mut().map(|writing| writing.runs = runs).is_some()
+    }
+
     /// As the product sees it.
     pub(crate) fn waits_since(&self) -> Option<Time> {
         self.queue_room.waits_since()

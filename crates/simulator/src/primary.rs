@@ -7,6 +7,7 @@ use crate::network::ConnectionId;
 use crate::outbox::Outbox;
 use crate::paths::Ways;
 use crate::schedule::Moment;
+use crate::turn::Turns;
 use crate::world::{Event, World};
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -53,8 +54,8 @@ pub struct Session {
     /// Time at which the last pause began.
     pub(crate) paused: Time,
     pub(crate) rendezvous: Rendezvous,
-    /// Whether the backup gets a log behind the first epoch.
-    pub(crate) lockstep: bool,
+    /// The way in which the backup keeps up, and turns to the other.
+    pub(crate) turns: Turns,
     /// Part of it that is not sent yet.
     pub(crate) recording: Recording,
     /// The first synchronisation, or a checkpoint, is being taken.
@@ -95,6 +96,7 @@ impl World {
         let core = Primary::new(running.generation, timeout, told);
         let lead = Lead::new(core, 1, dialled.peer.name(), told).with_freshness(FRESH, told);
         let mut lead = lead.with_patience(SICK);
+        running.records |= lockstep;
         if lockstep {
             lead.set_pipeline(PIPELINE);
         }
@@ -113,7 +115,7 @@ impl World {
             dirty: [false; PAGES],
             paused: now,
             rendezvous: Rendezvous::new(1),
-            lockstep,
+            turns: Turns::new(lockstep, now),
             recording: Recording::default(),
             busy: true,
             check_at: None,
@@ -161,6 +163,7 @@ impl World {
                 session.delivered.1 = now;
                 return;
             }
+            Kind::TurnAnswer => return self.turn_answered(host, id, message),
             Kind::Live => PrimaryEvent::LiveElsewhere(Generation(message.header.epoch.0)),
             _ => PrimaryEvent::PeerGone("the backup gave up".to_owned()),
         };
@@ -186,6 +189,8 @@ impl World {
             self.check_data_path(host, id);
             self.check_delivery(host, id);
             self.check_standing(host, id);
+            self.look_at_turn(host, id);
+            self.check_turn(host, id);
         }
     }
 
@@ -363,14 +368,28 @@ impl World {
         }
         if before != after {
             self.note(host, || format!("primary: {after:?}"));
+            self.check_unprovoked(&after);
             self.primary_turned(&before, &after);
             self.check_sick_winner(host, &before, &after);
             if lost && matches!(after, PrimaryPhase::Halted(_)) {
                 self.check_sacrifice(host);
             }
         }
+        self.look_at_turn(host, id);
         self.writers_go_on(host, id);
         self.consider_checkpoint(host, id);
+    }
+
+    /// Checks that no turn ends protection by itself.
+    fn check_unprovoked(&mut self, after: &PrimaryPhase) {
+        let sound = self.coverage.faults == 0 && self.coverage.records_torn == 0;
+        let turned = sound && !self.schedule.turns.is_empty();
+        if let PrimaryPhase::Contesting(reason) = after
+            && turned
+            && self.schedule.without_arbiter.is_none()
+        {
+            self.violation(format!("protection ends, and nothing has failed: {reason}"));
+        }
     }
 
     fn primary_acts(&mut self, host: HostId, id: SessionId, action: PrimaryAction) {

@@ -100,6 +100,11 @@ impl World {
         }
         running.paused = false;
         running.runs += 1;
+        let runs = running.runs;
+        if running.session.as_mut().is_some_and(|session| session.outbox.goes_on_as(runs)) {
+            // Once its write has room.
+            return;
+        }
         let event = Event::GuestStep(host, running.copy, running.runs);
         let soon = self.random.micros(50, 500);
         self.after(soon, event);
@@ -147,6 +152,7 @@ impl World {
             limit: None,
             repair: Repair::default(),
             is_watched: false,
+            records: false,
             wanted: true,
             sick_until: Time::default(),
         }));

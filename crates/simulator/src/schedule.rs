@@ -11,6 +11,9 @@ use understudy_protocol::{Policy, Time};
 /// Faults strike before this time.
 const TROUBLE: u64 = 4_000;
 
+/// Delays of a message on a sound network, in microseconds.
+const QUICK: (u64, u64) = (50, 1_500);
+
 /// A time longer than any schedule.
 pub(crate) const FOR_GOOD: Duration = Duration::from_secs(3_600);
 
@@ -27,6 +30,8 @@ pub struct Schedule {
     pub policy: Policy,
     /// Whether its backup gets a log instead, behind the first checkpoint.
     pub lockstep: bool,
+    /// Times at which the operator wants the other of both.
+    pub turns: Vec<Time>,
     /// The shortest silence that counts as failure.
     pub timeout: Duration,
     /// Delay of a message, in microseconds.
@@ -98,6 +103,22 @@ pub enum Moment {
     HandingOver,
     /// The backup is to forget the VM.
     StandingDown,
+    /// The backup is asked for a turn.
+    TurnAsked,
+    /// The primary hears that the backup is ready for it.
+    TurnReady,
+    /// The guest moves into a QEMU that records.
+    TurnMoves,
+    /// The epoch that is the turn was closed.
+    TurnCaptured,
+    /// All of it was sent.
+    TurnSent,
+    /// It is committed.
+    TurnCommitted,
+    /// The backup executes the last of its log.
+    TurnApplying,
+    /// The backup has turned.
+    TurnApplied,
 }
 
 /// Target of a fault.
@@ -122,6 +143,8 @@ pub enum Fault {
     DaemonDeath(Target, Duration),
     /// A QEMU dies.
     QemuDeath(Target),
+    /// The QEMU that the backup has prepared for a turn dies.
+    OtherDeath,
     /// The primary's QEMU is taken for one that hangs; it goes on.
     QemuHang,
     /// The guest of a protected primary does nothing any more, and cannot be saved, for so long.
@@ -186,7 +209,7 @@ impl Schedule {
             true => Policy::Interval { hz: 10 + random.below(90) as u32 },
             false => Policy::default(),
         };
-        let latency = if random.percent(80) { (50, 1_500) } else { (500, 40_000) };
+        let latency = if random.percent(80) { QUICK } else { (500, 40_000) };
         let lost_answers = if random.percent(60) { 0 } else { random.below(40) };
         let without_arbiter = random.percent(15).then(|| random.index(hosts));
         let count = [1, 1, 2, 2, 3, 3, 4, 5, 7, 10][random.index(10)];
@@ -266,6 +289,48 @@ impl Schedule {
                 _ => faults.push(planned),
             }
         }
+        let turning = &mut Random::new(seed, 18);
+        let turns = if turning.percent(25) { turns(turning) } else { Vec::new() };
+        if !turns.is_empty() {
+            for planned in &mut faults {
+                let stays = planned.fault == Fault::Unprotect || never_returns.is_some();
+                if !stays && turning.percent(50) {
+                    planned.when = Planned::in_turn(turning);
+                }
+            }
+            // Its commit is late.
+            if faults.len() > 1 && turning.percent(25) {
+                let when = match turning.percent(50) {
+                    true => When::Upon(Moment::TurnReady, 1 + turning.below(3) as u32),
+                    false => When::Upon(Moment::TurnCaptured, 1 + turning.below(3) as u32),
+                };
+                let fault = Fault::DataStall(turning.percent(50), turning.millis(420, 980));
+                faults.push(Planned { when, fault });
+            }
+            if turning.percent(15) {
+                let planned = Planned { when: Planned::in_turn(turning), fault: Fault::OtherDeath };
+                match &mut faults[..] {
+                    [only] if never_returns.is_none() => *only = planned,
+                    _ => faults.push(planned),
+                }
+                // Its primary dies with it.
+                if faults.len() > 1 && turning.percent(50) {
+                    let number = 1 + turning.below(2) as u32;
+                    for (moment, fault) in [
+                        (Moment::TurnReady, Fault::OtherDeath),
+                        (Moment::TurnCaptured, Fault::QemuDeath(Target::Primary)),
+                    ] {
+                        faults.push(Planned { when: When::Upon(moment, number), fault });
+                    }
+                }
+            }
+        }
+        let shortage = (!lockstep).then(|| Shortage::any(&mut Random::new(seed, 14))).flatten();
+        // A message at a time on a slow wire is too little for a log.
+        let latency = match shortage {
+            Some(_) if !turns.is_empty() => QUICK,
+            _ => latency,
+        };
         let timing = &mut Random::new(seed, 9);
         let clocks = [(); 3].map(|()| [-TENTH_APART, TENTH_APART][timing.index(2)]);
         let clocks = if faults.len() > 1 && timing.percent(80) { clocks } else { [0; 3] };
@@ -278,6 +343,7 @@ impl Schedule {
             hosts,
             policy,
             lockstep,
+            turns,
             timeout: Duration::from_millis(100),
             latency,
             lost_answers,
@@ -289,10 +355,21 @@ impl Schedule {
             clocks_stop,
             slow,
             torn_records,
-            shortage: (!lockstep).then(|| Shortage::any(&mut Random::new(seed, 14))).flatten(),
+            shortage,
             calm_from: Time(Duration::from_millis(TROUBLE)),
         }
     }
+}
+
+/// Times of turns, some soon after each other.
+fn turns(random: &mut Random) -> Vec<Time> {
+    let mut at = random.millis(200, 1_200);
+    let mut turns = Vec::new();
+    while at < Duration::from_millis(TROUBLE - 100) && turns.len() < 8 {
+        turns.push(Time(at));
+        at += if random.percent(40) { random.millis(5, 300) } else { random.millis(300, 1_500) };
+    }
+    turns
 }
 
 impl Shortage {
@@ -351,6 +428,21 @@ impl Planned {
         };
         let span = random.millis(50, 8_000);
         Planned { when, fault: Fault::Path(flaw, random.percent(80), span) }
+    }
+
+    fn in_turn(random: &mut Random) -> When {
+        use Moment::*;
+        let moments = [
+            TurnAsked,
+            TurnReady,
+            TurnMoves,
+            TurnCaptured,
+            TurnSent,
+            TurnCommitted,
+            TurnApplying,
+            TurnApplied,
+        ];
+        When::Upon(moments[random.index(moments.len())], 1 + random.below(3) as u32)
     }
 
     fn upon(random: &mut Random) -> When {

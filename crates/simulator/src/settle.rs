@@ -15,6 +15,10 @@ impl World {
         // A primary that has told a backup to take over, whose disk hangs by now, gives it 10 s. So it
         // does a backup with its first epoch, and half as much before that goes over another path.
         let slow_to_give_up = self.lost.is_hung() || self.schedule.paths > 1;
+        if self.lost.is_hung() && self.may_be_protected() {
+            // A first copy has 40 s to get to the backup's disks, as long as that lives.
+            return RETURN_WITHIN * 2;
+        }
         let waits = self.may_be_protected() || slow_to_give_up;
         if waits { RETURN_WITHIN } else { RETURN_WITHIN / 2 }
     }

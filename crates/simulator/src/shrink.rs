@@ -53,11 +53,12 @@ fn simpler(schedule: &Schedule) -> Vec<Schedule> {
             less
         })
         .collect();
-    let changes: [fn(&mut Schedule); 10] = [
+    let changes: [fn(&mut Schedule); 11] = [
         |less| less.lost_answers = 0,
         |less| less.without_arbiter = None,
         |less| less.never_returns = None,
         |less| less.lockstep = false,
+        |less| less.turns.clear(),
         |less| less.clocks = [0; 3],
         |less| less.clocks_stop = false,
         |less| less.slow = None,

@@ -1,7 +1,7 @@
 //! The world: a virtual clock, the events to come, and everything they happen to.
 
 use crate::arbiter::{Arbiter, Question};
-use crate::capture::Capture;
+use crate::capture::{Capture, Cut};
 use crate::coverage::Coverage;
 use crate::guest::State;
 use crate::host::{CopyId, Host, HostId, SessionId};
@@ -14,6 +14,7 @@ use crate::queue::Queue;
 use crate::random::Random;
 use crate::schedule::{Fault, Moment, Planned, Schedule, When};
 use crate::trace::Trace;
+use crate::turn::Preparation;
 use std::collections::BTreeSet;
 use std::time::Duration;
 use understudy_protocol::wire::Message;
@@ -36,7 +37,7 @@ pub(crate) enum Event {
     GuestStep(HostId, CopyId, u32),
     SyncPiece(HostId, SessionId, usize),
     CheckpointDue(HostId, SessionId),
-    PauseEnds(HostId, SessionId, bool),
+    PauseEnds(HostId, SessionId, Cut),
     Captured(HostId, SessionId, Box<Capture>),
     PrimaryBeat(HostId, SessionId),
     BackupBeat(HostId, SessionId),
@@ -67,6 +68,11 @@ pub(crate) enum Event {
     DelayEnds(Duration),
     DataQuickens,
     WantedAgain,
+    AskTurn,
+    TurnPrepared(HostId, SessionId),
+    TurnMoved(HostId, SessionId),
+    TurnCut(HostId, SessionId),
+    Prepares(HostId, SessionId, Preparation),
     Calm,
     OperatorLooks,
     LeaseLook(HostId, CopyId),
@@ -89,6 +95,8 @@ pub(crate) struct World {
     pub(crate) record_random: Random,
     /// And about paths.
     pub(crate) path_random: Random,
+    /// And about turns.
+    pub(crate) turn_random: Random,
     /// And about when news of lost protection comes.
     pub(crate) repair_random: Random,
     pub(crate) hosts: Vec<Host>,
@@ -147,6 +155,7 @@ impl World {
             record_random: Random::new(chance, 11),
             repair_random: Random::new(chance, 17),
             path_random: Random::new(chance, 13),
+            turn_random: Random::new(chance, 19),
             hosts: (0..schedule.hosts).map(|_| Host::new()).collect(),
             network: Network::new(),
             arbiter: Arbiter::new(first, generation),
@@ -184,6 +193,9 @@ impl World {
             }
         }
         world.arbiter.cut_off.extend(world.schedule.without_arbiter.map(HostId));
+        for time in world.schedule.turns.clone() {
+            world.at(time, Event::AskTurn);
+        }
         world.at(world.schedule.calm_from, Event::Calm);
         world.after(OPERATOR_LOOKS, Event::OperatorLooks);
         world
@@ -288,6 +300,8 @@ impl World {
             Errand(host, ..) | Feed(host, ..) | Pump(host, _) => host,
             PrimaryBeat(host, _) | BackupBeat(host, _) | RepairDue(host, _) => host,
             RepairLook(host, _) | LossHeard(host, ..) => host,
+            TurnPrepared(host, _) | TurnMoved(host, _) | TurnCut(host, _) => host,
+            Prepares(host, ..) => host,
             Prove(host, _) | DialPath(host, ..) | MoveData(host, _) => host,
             OfferExpires(host, _) | Surveyed(host, _) | Read(host, ..) => host,
             LeaseLook(host, _) => host,
@@ -309,7 +323,7 @@ impl World {
             Event::GuestStep(host, copy, runs) => self.guest_step(host, copy, runs),
             Event::SyncPiece(host, id, piece) => self.sync_piece(host, id, piece),
             Event::CheckpointDue(host, id) => self.checkpoint_due(host, id),
-            Event::PauseEnds(host, id, last) => self.pause_ends(host, id, last),
+            Event::PauseEnds(host, id, cut) => self.pause_ends(host, id, cut),
             Event::Captured(host, id, capture) => self.send_capture(host, id, *capture),
             Event::PrimaryBeat(host, id) => self.primary_beat(host, id),
             Event::BackupBeat(host, id) => self.backup_beat(host, id),
@@ -342,6 +356,11 @@ impl World {
             }
             Event::DataQuickens => self.network.spacing = Duration::ZERO,
             Event::WantedAgain => self.want_protection(),
+            Event::AskTurn => self.ask_turn(),
+            Event::TurnPrepared(host, id) => self.turn_prepared(host, id),
+            Event::TurnMoved(host, id) => self.turn_moved(host, id),
+            Event::TurnCut(host, id) => self.turn_cut(host, id),
+            Event::Prepares(host, id, order) => self.prepares(host, id, order),
             Event::Calm => {
                 self.calm();
                 self.commits_before = Some(self.coverage.commits);

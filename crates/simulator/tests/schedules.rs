@@ -42,7 +42,14 @@ fn broken_by(mutant: Mutant) -> &'static str {
             ReturnWhatRan => "the outside saw",
             FreezeNothing => "its guest runs on",
             YieldAtOnce => "a planned fail-over lost the guest's last state",
-            ApplyBehindGap | LeaveTheLog => "is not at the boundary",
+            ApplyBehindGap | LeaveTheLog | LogOvertakes => "is not at the boundary",
+            TakeAnyAnswer | AskBehindTurn => "is to turn, and has not prepared for it",
+            CallOffWhatIsLate => {
+                "is to turn, and has not prepared for it|and the turn is not possible"
+            }
+            WaitForTheAnswer => "has been turning for",
+            PrepareTooEarly => "to a QEMU that was started beside another one",
+            KeepCalledOff => "keeps a QEMU for a turn that nobody wants",
             StageOnceLive => "image is the valid one, but|is not at the boundary",
             ActivateUnsettled => "image is the valid one, but",
             StartUnrecorded => "its record does not say so",
@@ -58,9 +65,8 @@ fn broken_by(mutant: Mutant) -> &'static str {
             ContestUnfit | NothingHangs => "could not start it",
             ContestWhenBroken | StayDiverged => "may still win the VM",
             KeepLateGrant => "had given the VM up",
-            TakeOverWithNothing | ForgetGeneration | LeaseBesideContest | LeaseBesideSession => {
-                "the VM is lost"
-            }
+            GiveUpForATurn | TakeOverWithNothing | ForgetGeneration | LeaseBesideContest
+            | LeaseBesideSession => "the VM is lost",
             MixEpochs => "refuses what the primary sent",
             NeverSuspect => "although nothing fails",
             GiveUpRepair | StayWithAttempt | KeepTheSick | JumpTheQueue => {
@@ -76,7 +82,7 @@ fn broken_by(mutant: Mutant) -> &'static str {
         },
         Mutant::Driver(mutant) => match mutant {
             AckBeforeStaged | LoseBarrier => "output commit",
-            ApplyPartialEpoch => "is not at the boundary",
+            ApplyPartialEpoch | LeaveOutTheRest => "is not at the boundary",
             OpenBeforeRecord => "image is the valid one, but",
             ReturnedMirrorRan => "image is valid, named is",
             SleepUncounted => "two live copies",

@@ -22,6 +22,7 @@ use understudy_memory::StillImage;
 use understudy_protocol::Epoch;
 use understudy_report::TakeoverReport;
 use understudy_session::backup::{Errand, Event};
+use understudy_threads::lock;
 
 /// A member's part of an epoch that is committed, on its way to the apply thread.
 pub(super) struct Committed {
@@ -221,7 +222,7 @@ impl Session {
 
     fn applied_turn(&self, checkpoint: Checkpoint) -> Checkpoint {
         fail::fail_point!("turn-applied");
-        self.turns.fetch_sub(1, Ordering::AcqRel);
+        lock(&self.present).orders.turns.carried_out();
         checkpoint
     }
 

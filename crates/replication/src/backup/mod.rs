@@ -205,7 +205,6 @@ pub fn accept(
         id: plan.id,
         primary: plan.primary,
         version: plan.version,
-        turns: AtomicU64::new(0),
         launch: plan.launch,
         former: plan.former.into(),
         data: Channel::new(link, renewal),

@@ -53,7 +53,7 @@ impl Session {
             // The primary is told why, and what it still sends is read: a connection that is
             // closed with unread bytes is reset, and takes what was said along.
             self.heed(&failure);
-            self.give_up(&failure.to_string());
+            self.event(failure.event());
             while self.data.receive().is_ok() {}
             break failure.to_string();
         };
@@ -135,8 +135,7 @@ impl Session {
 
     /// Checkpoints come before the log, and when that ends.
     fn check_may_come(&self, kind: Kind, epoch: Epoch) -> anyhow::Result<()> {
-        let may_come =
-            |following: Arc<Following>| epoch <= following.machine() || following.is_ending();
+        let may_come = |following: Arc<Following>| following.may_come(epoch);
         ensure!(self.following().is_none_or(may_come), "{kind:?} came after the log had begun");
         Ok(())
     }

@@ -57,8 +57,6 @@ pub struct Session {
     pub(super) present: Mutex<Present>,
     /// The rounds in which the guest's changes here are forgotten in lockstep.
     pub(super) rounds: Rounds,
-    /// Turns that are committed and not carried out.
-    pub(super) turns: AtomicU64,
     pub(super) launch: Launch,
     pub(super) former: Arc<dyn Fn() -> Option<Ownership> + Send + Sync>,
     /// The paths to the primary.
@@ -269,7 +267,7 @@ impl Session {
     pub(super) fn heed(&self, failure: &OwnFailure) {
         match failure {
             OwnFailure::Mirror(_) => self.distrust_mirrors(),
-            OwnFailure::Other(_) => {}
+            OwnFailure::Turn(_) | OwnFailure::Other(_) => {}
         }
     }
 

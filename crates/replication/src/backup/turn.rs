@@ -11,7 +11,6 @@ use crate::messages::{Piece, ToPrimary, WholeEpoch};
 use crate::turn::{Answer, Order, Wanted};
 use anyhow::{Context, bail, ensure};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::info;
@@ -19,6 +18,7 @@ use understudy_machine::Machine;
 use understudy_machine::succession::{check_blocks, copy_small_blocks};
 use understudy_protocol::Epoch;
 use understudy_report::Mode;
+use understudy_session::backup::Orders as TurnOrders;
 use understudy_threads::{lock, spawn};
 
 /// Time that the turn before may take to be carried out.
@@ -50,24 +50,13 @@ impl Other {
     }
 }
 
-/// The orders, as of the last one.
+/// The orders of the primary beside the epochs.
 #[derive(Default)]
 pub(super) struct Orders {
-    count: u64,
-    other: Option<Other>,
-    /// Whether another QEMU is being prepared.
-    preparing: bool,
-    closed: bool,
+    /// Of turns.
+    pub turns: TurnOrders<Other>,
     /// Media that it puts into drives.
     pub media: Media<understudy_machine::Medium>,
-}
-
-impl Orders {
-    /// Notes that another QEMU is about to be prepared. False while one is: a peer could have this host start as
-    /// many as it likes.
-    fn begin_to_prepare(&mut self) -> bool {
-        !std::mem::replace(&mut self.preparing, true)
-    }
 }
 
 /// A test makes the other QEMU one that does not start.
@@ -79,15 +68,11 @@ fn fail_in_a_test() -> anyhow::Result<()> {
 impl Session {
     /// The primary is about to turn, or is not after all.
     pub(super) fn take_order(self: &Arc<Self>, order: Order) -> anyhow::Result<()> {
-        let (number, called_off) = {
-            let orders = &mut lock(&self.present).orders;
-            orders.count += 1;
-            (orders.count, orders.other.take())
-        };
+        let (number, called_off) = lock(&self.present).orders.turns.take();
         // Not under the lock: that ends a QEMU.
         drop(called_off);
         let Order::Prepare(wanted) = order else { return Ok(()) };
-        if !lock(&self.present).orders.begin_to_prepare() {
+        if !lock(&self.present).orders.turns.begin_to_prepare() {
             let why = "it is still preparing for the order before: try again in a while".to_owned();
             self.say(&ToPrimary::TurnAnswer(Answer::Refused(why)));
             return Ok(());
@@ -99,7 +84,7 @@ impl Session {
                 Err(error) => Answer::Refused(format!("{error:#}")),
             };
             // Before the answer, after which the primary may order anew.
-            lock(&session.present).orders.preparing = false;
+            lock(&session.present).orders.turns.end_to_prepare();
             session.say(&ToPrimary::TurnAnswer(answer));
         };
         let begun = spawn(format!("turn-{}", self.vm), prepare).context("cannot start a thread");
@@ -108,7 +93,7 @@ impl Session {
 
     fn prepare(&self, number: u64, wanted: Wanted) -> anyhow::Result<()> {
         let deadline = Instant::now() + APPLY_TIMEOUT;
-        while self.turns.load(Ordering::Acquire) > 0 {
+        while !lock(&self.present).orders.turns.may_prepare() {
             ensure!(Instant::now() < deadline, "the turn before is not carried out yet");
             thread::sleep(GLANCE);
         }
@@ -118,18 +103,8 @@ impl Session {
         let beside = (self.launch)(&former, &wanted)?;
         check_blocks(&former, &beside.machine)?;
         let other = Other { beside, wanted };
-        let called_off = self.offer_other(number, other).err();
+        let called_off = lock(&self.present).orders.turns.offer(number, other).err();
         ensure!(called_off.is_none(), "it was called off");
-        Ok(())
-    }
-
-    /// Gives it back if its order is not the last one.
-    fn offer_other(&self, number: u64, other: Other) -> Result<(), Box<Other>> {
-        let orders = &mut lock(&self.present).orders;
-        if orders.closed || orders.count != number {
-            return Err(Box::new(other));
-        }
-        orders.other = Some(other);
         Ok(())
     }
 
@@ -150,11 +125,11 @@ impl Session {
 
     /// Whether the turn is possible, before it is acknowledged.
     fn check_other(&self, mode: Mode) -> anyhow::Result<Wanted> {
-        let prepared = lock(&self.present).orders.other.as_ref().map(Other::parts);
+        let prepared = lock(&self.present).orders.turns.other().map(Other::parts);
         let Some((machine, wanted)) = prepared.filter(|(_, wanted)| wanted.mode == mode) else {
             bail!("a turn came that was not prepared");
         };
-        ensure!(machine.is_alive(), OwnFailure::Other(ended(&machine)));
+        ensure!(machine.is_alive(), OwnFailure::Turn(ended(&machine)));
         Ok(wanted)
     }
 
@@ -162,7 +137,7 @@ impl Session {
     pub(super) fn turn_of(&self, part: &WholeEpoch) -> Option<Other> {
         let turns = |piece: &&Piece<'static>| matches!(piece, Piece::LogBegins | Piece::LogEnds(_));
         let piece = part.pieces.iter().find(turns)?;
-        self.turns.fetch_add(1, Ordering::AcqRel);
+        let other = lock(&self.present).orders.turns.commit();
         if let (Piece::LogEnds(rest), Some(following)) = (piece, self.following()) {
             // The apply thread may be waiting for it.
             if let Err(error) = following.end_with(rest) {
@@ -170,7 +145,7 @@ impl Session {
                 return self.refuse_turn(error);
             }
         }
-        lock(&self.present).orders.other.take()
+        other
     }
 
     fn refuse_turn(&self, error: anyhow::Error) -> Option<Other> {
@@ -215,31 +190,11 @@ impl Session {
 
     /// Forgets the other machine: none waits beside any more.
     pub(super) fn forget_other(&self) {
-        let other = {
-            let orders = &mut lock(&self.present).orders;
-            orders.closed = true;
-            orders.other.take()
-        };
+        let other = lock(&self.present).orders.turns.close();
         drop(other);
     }
 }
 
 fn ended(other: &Machine) -> String {
     format!("the QEMU for the turn ended: {}", other.last_words())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn one_qemu_is_prepared_at_a_time() {
-        let mut orders = Orders::default();
-        assert!(orders.begin_to_prepare() && !orders.begin_to_prepare());
-        // An order that calls it off does not end what has begun.
-        orders.count += 1;
-        assert!(!orders.begin_to_prepare());
-        orders.preparing = false;
-        assert!(orders.begin_to_prepare());
-    }
 }

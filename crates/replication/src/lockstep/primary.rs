@@ -331,7 +331,7 @@ impl Cutter<'_> {
             if self.session.was_handed_over() {
                 return Ok(Turn::HandOver);
             }
-            if self.session.turning.is_due() {
+            if self.session.may_turn() {
                 return Ok(Turn::Checkpoints);
             }
             let ports = self.machine.ports();
@@ -360,7 +360,7 @@ impl Cutter<'_> {
     /// No log is read: the guest will stand still. What it begins behind is on its way, which nothing may
     /// overtake. The backup of a planned fail-over executes the rest in any case.
     fn must_wait(&self) -> bool {
-        if !self.session.has_committed(self.recording.machine) {
+        if !self.session.may_send_log() {
             return true;
         }
         let far = self.recording.is_far_behind() && !self.session.was_handed_over();

@@ -47,8 +47,7 @@ impl Session {
         if core.phase().has_lost() || matches!(core.phase(), PrimaryPhase::Alone(_)) {
             return Ok(Step::End);
         }
-        let may_turn = *core.phase() == PrimaryPhase::Protected && core.may_capture();
-        if may_turn && self.turning.is_due() && !core.is_handed_over() {
+        if self.turning.lock().may_begin(&core, &self.way()) {
             return Ok(Step::Turn);
         }
         let mut rendezvous = self.group.rendezvous();

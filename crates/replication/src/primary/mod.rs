@@ -44,7 +44,7 @@ pub use session::Session;
 pub use stance::Stance;
 pub use turn::Next;
 use understudy_protocol::HostName;
-use understudy_threads::{Mutex, spawn};
+use understudy_threads::{Mutex, Waitable, spawn};
 
 /// Hears which backup has not been able to take over for long, why, and for how many times as long as that takes. It is
 /// called under the state machine's lock.
@@ -76,7 +76,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::thread;
 use std::time::Duration;
 use tracing::{error, info, warn};
-use turn::Turning;
 use understudy_arbiter::Arbiter;
 use understudy_disk::Rounds;
 use understudy_encoding::{Compression, EncodingPlan};
@@ -189,7 +188,7 @@ pub fn protect(
         records: plan.records,
         settled: AtomicU64::new(0),
         console,
-        turning: Turning::default(),
+        turning: Waitable::default(),
         rounds: Mutex::new(Rounds::of_new_session()),
         references: references(&plan.encoding, plan.mode),
         policy: plan.policy,

@@ -3,10 +3,12 @@
 
 use super::inbound;
 use super::session::Session;
+use crate::clock;
 use crate::lockstep::primary::{PIPELINE, Recording};
 use std::sync::Arc;
-use understudy_protocol::{Epoch, PIPELINE_DEPTH};
+use understudy_protocol::Epoch;
 use understudy_report::{DiskReads, Mode};
+use understudy_session::primary::Way;
 use understudy_threads::lock;
 
 impl Session {
@@ -23,9 +25,26 @@ impl Session {
         }
     }
 
+    /// The way in which the backup keeps up.
+    pub fn way(&self) -> Way {
+        lock(&self.present).way
+    }
+
     /// The epoch since which the backup keeps up as it does.
     pub(super) fn turned(&self) -> Epoch {
-        lock(&self.present).turned
+        self.way().since()
+    }
+
+    /// Whether batches of its log may go.
+    pub fn may_send_log(&self) -> bool {
+        let core = self.group.core();
+        self.way().may_send_log(&core)
+    }
+
+    /// A turn is captured: it is the last epoch that was closed as a checkpoint.
+    pub(super) fn turn_captured(&self) {
+        let epoch = self.turned();
+        self.turning.change(|turning| turning.captured(clock::now(), epoch));
     }
 
     /// The log begins with the pause at the end of the epoch that runs, which is the next thing
@@ -38,26 +57,22 @@ impl Session {
         let mut core = self.group.core();
         let recording = Recording::new(&self.machine(), disk_reads, core.running());
         let recording = Arc::new(recording);
-        core.set_pipeline(PIPELINE);
         let mut present = lock(&self.present);
-        (present.turned, present.recording) = (recording.machine(), Some(recording.clone()));
+        present.way.begin_log(&mut core, PIPELINE);
+        present.recording = Some(recording.clone());
         recording
     }
 
     /// The log has ended with the last epoch that was closed, a checkpoint; others follow.
     pub(super) fn end_log(&self) {
         let mut core = self.group.core();
-        core.set_pipeline(PIPELINE_DEPTH);
         let mut present = lock(&self.present);
-        (present.turned, present.recording) = (Epoch(core.running().0 - 1), None);
+        present.way.end_log(&mut core);
+        present.recording = None;
     }
 
     /// Whether this epoch, which is on its way, is no batch of a log.
     pub(super) fn is_checkpoint(&self, epoch: Epoch) -> bool {
-        let present = lock(&self.present);
-        match &present.recording {
-            Some(recording) => epoch <= recording.machine(),
-            None => epoch >= present.turned,
-        }
+        self.way().is_checkpoint(epoch)
     }
 }

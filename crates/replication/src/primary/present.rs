@@ -2,11 +2,12 @@
 
 use super::activity::{Used, Watch};
 use super::session::Session;
-use crate::lockstep::primary::{MACHINE, Recording};
+use crate::lockstep::primary::Recording;
 use anyhow::bail;
 use std::sync::Arc;
 use understudy_machine::Machine;
-use understudy_protocol::{Activity, Epoch, PrimaryPhase};
+use understudy_protocol::{Activity, PrimaryPhase};
+use understudy_session::primary::Way;
 use understudy_threads::lock;
 
 /// The place of the VM on this host, and how its backup keeps up with it. Changed under the core's
@@ -19,15 +20,16 @@ pub(super) struct Present {
     resumed: Used,
     /// Its log, in lockstep.
     pub recording: Option<Arc<Recording>>,
-    /// The epoch since which the backup keeps up as it does.
-    pub turned: Epoch,
+    /// The way in which the backup keeps up, and since when.
+    pub way: Way,
 }
 
 impl Present {
     /// The place where it is when protection begins.
     pub fn new(watch: Watch, machine: Arc<Machine>, recording: Option<Arc<Recording>>) -> Present {
         let resumed = watch.used();
-        Present { machine, watch: Arc::new(watch), resumed, recording, turned: MACHINE }
+        let way = Way::at_first(recording.is_some());
+        Present { machine, watch: Arc::new(watch), resumed, recording, way }
     }
 }
 

@@ -53,7 +53,7 @@ fn receive_one(session: &Session) -> anyhow::Result<ControlFlow<()>> {
             }
         }
         ToPrimary::MediumAnswer(answer) => session.medium_answered(answer),
-        ToPrimary::TurnAnswer(answer) => session.turning.answered(answer),
+        ToPrimary::TurnAnswer(answer) => session.turn_answered(answer),
         ToPrimary::StoodDown => {
             session.event(Event::StoodDown(session.place));
             return Ok(ControlFlow::Break(()));

@@ -14,7 +14,7 @@ use super::references::References;
 use super::send::{Outbox, Outgoing};
 use super::stance::Stance;
 use super::stats::Stats;
-use super::turn::Turning;
+use super::turn::Prepared;
 use crate::clock;
 use crate::hand_back::AskWinner;
 use crate::heartbeat::{Heartbeats, Pulse};
@@ -44,8 +44,8 @@ use understudy_protocol::{
     VmName,
 };
 use understudy_report::events::{EventKind, VmEvents};
-use understudy_session::primary::{Effect, Event, Lead};
-use understudy_threads::{Mutex, spawn};
+use understudy_session::primary::{Effect, Event, Lead, Turning};
+use understudy_threads::{Mutex, Waitable, spawn};
 
 /// The longest time that anything waits without looking again.
 pub(super) const LONGEST_WAIT: Duration = Duration::from_millis(500);
@@ -70,7 +70,7 @@ pub struct Session {
     /// The guest's words on its console, if they wait for their commit, too.
     pub console: Option<Arc<ConsoleOutput>>,
     /// The change of the way in which the backup keeps up.
-    pub turning: Turning,
+    pub turning: Waitable<Turning<Prepared>>,
     /// The rounds, locked while changes of the disks are forgotten, and while the way changes.
     pub(super) rounds: Mutex<Rounds>,
     /// The measurements.

@@ -7,20 +7,15 @@
 //! | the capture thread | carries it out, as one epoch (`capture.rs`) |
 
 use super::session::Session;
+use crate::clock;
 use crate::messages::ToBackup;
 use crate::turn::{Answer, Order, Wanted};
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use understudy_machine::Machine;
 use understudy_report::{DiskReads, Mode};
-use understudy_threads::Waitable;
-
-/// Time that the backup's QEMU may take to start.
-const START_TIMEOUT: Duration = Duration::from_secs(60);
-
-/// Time that it may take until the guest's next epoch ends with the turn, and is committed.
-const TURN_TIMEOUT: Duration = Duration::from_secs(60);
+use understudy_session::primary::{Look, NoTurn, TURN_PATIENCE, Turning};
 
 /// Time between two looks of a waiter whether the session lives.
 const GLANCE: Duration = Duration::from_millis(50);
@@ -46,92 +41,6 @@ pub struct Next {
     pub adopt: Adopt,
 }
 
-/// The progress of a turn.
-#[derive(Default)]
-pub struct Turning {
-    state: Waitable<State>,
-}
-
-#[derive(Default)]
-enum State {
-    #[default]
-    Idle,
-    /// The backup was asked.
-    Asked,
-    Answered(Answer),
-    /// The turn is due, for the capture thread.
-    Due(Prepared),
-    /// The turn has begun.
-    UnderWay,
-    /// The turn ended so: without an error the epoch has been captured.
-    Ended(anyhow::Result<()>),
-}
-
-impl Turning {
-    /// Whether the capture thread is to turn.
-    pub fn is_due(&self) -> bool {
-        matches!(*self.state.lock(), State::Due(_))
-    }
-
-    /// Begins the turn that is due, if it still is.
-    pub(super) fn begin(&self) -> Option<Prepared> {
-        let mut state = self.state.lock();
-        match std::mem::take(&mut *state) {
-            State::Due(prepared) => {
-                *state = State::UnderWay;
-                Some(prepared)
-            }
-            other => {
-                *state = other;
-                None
-            }
-        }
-    }
-
-    /// The turn has ended.
-    pub(super) fn end(&self, result: anyhow::Result<()>) {
-        self.set(State::Ended(result));
-    }
-
-    /// The backup answers.
-    pub(super) fn answered(&self, answer: Answer) {
-        let mut state = self.state.lock();
-        // It may come too late.
-        if matches!(*state, State::Asked) {
-            *state = State::Answered(answer);
-            self.state.wake();
-        }
-    }
-
-    fn set(&self, next: State) {
-        self.state.change(|state| *state = next);
-    }
-
-    /// Takes the state once `is_it`; gives up when `session` is over, or it takes too long.
-    fn await_state(
-        &self,
-        session: &Session,
-        timeout: Duration,
-        is_it: impl Fn(&State) -> bool,
-    ) -> Option<State> {
-        let deadline = Instant::now() + timeout;
-        loop {
-            // Not under the lock: the capture thread takes it under the core's.
-            let is_over = session.is_over();
-            let mut state = self.state.lock();
-            if is_it(&state) {
-                return Some(std::mem::take(&mut *state));
-            }
-            let may_wait = Instant::now() < deadline || matches!(*state, State::UnderWay);
-            if !may_wait || is_over {
-                *state = State::Idle;
-                return None;
-            }
-            drop(self.state.wait_for(state, GLANCE));
-        }
-    }
-}
-
 impl Session {
     /// Turns to the way that is wanted; the VM stays protected. `next` makes the machine in
     /// which the VM must go on for it, if it must. One caller at a time. Returns when the
@@ -142,24 +51,50 @@ impl Session {
         wanted: Wanted,
         next: impl FnOnce() -> anyhow::Result<Option<Next>>,
     ) -> anyhow::Result<()> {
-        let (mode, disk_reads) = (wanted.mode, wanted.disk_reads);
-        let capture = || {
-            self.ask_backup(wanted)?;
-            if mode == Mode::Lockstep {
-                self.note_lockstep().context("cannot note it")?;
-            }
-            fail::fail_point!("turn-prepared");
-            let next = next().context("cannot start another QEMU here")?;
-            self.carry_out(Prepared { mode, disk_reads, next })
-        };
-        let captured = capture();
-        // Once it is captured the backup needs what it has prepared, however late the epoch comes.
-        if captured.is_err() && !self.is_over() {
+        let Err(why) = self.try_to_turn(wanted, next) else { return Ok(()) };
+        self.turning.change(Turning::give_up);
+        if why.is_called_off() && !self.is_over() {
             // If it cannot be sent the receiving thread finds out why.
             let _ = self.say(&ToBackup::Turn(Order::Cancel));
         }
-        captured?;
-        self.await_commit_of_turn()
+        Err(self.worded(why))
+    }
+
+    fn try_to_turn(
+        &self,
+        wanted: Wanted,
+        next: impl FnOnce() -> anyhow::Result<Option<Next>>,
+    ) -> Result<(), NoTurn> {
+        let (mode, disk_reads) = (wanted.mode, wanted.disk_reads);
+        self.ask_backup(wanted)?;
+        let prepared = self.prepare_here(mode, next);
+        let next = prepared.map_err(|error| NoTurn::Failed(format!("{error:#}")))?;
+        let prepared = Prepared { mode, disk_reads, next };
+        self.turning.change(|turning| turning.prepared(clock::now(), prepared));
+        self.machine().doorbell().ring();
+        self.await_look()
+    }
+
+    fn ask_backup(&self, wanted: Wanted) -> Result<(), NoTurn> {
+        let order = ToBackup::Turn(Order::Prepare(Box::new(wanted)));
+        {
+            let core = self.group.core();
+            self.turning.lock().ask(clock::now(), &core)?;
+        }
+        self.say(&order).map_err(|error| NoTurn::Failed(error.to_string()))?;
+        self.await_look()
+    }
+
+    fn prepare_here(
+        &self,
+        mode: Mode,
+        next: impl FnOnce() -> anyhow::Result<Option<Next>>,
+    ) -> anyhow::Result<Option<Next>> {
+        if mode == Mode::Lockstep {
+            self.note_lockstep().context("cannot note it")?;
+        }
+        fail::fail_point!("turn-prepared");
+        next().context("cannot start another QEMU here")
     }
 
     /// Notes that the backup is about to write its disks by itself: as long as the turn can be refused.
@@ -169,37 +104,51 @@ impl Session {
         self.records.change(&self.vm, |record| record.in_lockstep = true)
     }
 
-    fn ask_backup(&self, wanted: Wanted) -> anyhow::Result<()> {
-        self.turning.set(State::Asked);
-        self.say(&ToBackup::Turn(Order::Prepare(Box::new(wanted))))?;
-        let is_it = |state: &State| matches!(state, State::Answered(_));
-        match self.turning.await_state(self, START_TIMEOUT, is_it) {
-            Some(State::Answered(Answer::Ready)) => Ok(()),
-            Some(State::Answered(Answer::Refused(why))) => bail!("{} refuses: {why}", self.peer),
-            _ => bail!("{} did not start another QEMU for it in time", self.peer),
+    /// Waits until the backup is ready, or until it keeps up in the other way.
+    fn await_look(&self) -> Result<(), NoTurn> {
+        loop {
+            let core = self.group.core();
+            let mut turning = self.turning.lock();
+            let look = turning.look(clock::now(), &core);
+            drop(core);
+            match look {
+                Look::Ready | Look::Committed => return Ok(()),
+                Look::Ended { why, left } => {
+                    // Not under the locks: that ends a QEMU.
+                    drop(turning);
+                    drop(left);
+                    return Err(why);
+                }
+                Look::Wait => drop(self.turning.wait_for(turning, GLANCE)),
+            }
         }
     }
 
-    /// Returns once the epoch is captured that is the turn.
-    fn carry_out(&self, prepared: Prepared) -> anyhow::Result<()> {
-        self.turning.set(State::Due(prepared));
-        self.machine().doorbell().ring();
-        let is_it = |state: &State| matches!(state, State::Ended(_));
-        match self.turning.await_state(self, TURN_TIMEOUT, is_it) {
-            Some(State::Ended(result)) => result,
-            _ if self.is_over() => bail!("protection has ended meanwhile"),
-            _ => bail!("no epoch came to its end in {} s", TURN_TIMEOUT.as_secs()),
-        }
+    /// The backup answers an order.
+    pub(super) fn turn_answered(&self, answer: Answer) {
+        let answer = match answer {
+            Answer::Ready => Ok(()),
+            Answer::Refused(why) => Err(why),
+        };
+        self.turning.change(|turning| turning.answered(answer));
     }
 
-    fn await_commit_of_turn(&self) -> anyhow::Result<()> {
-        let epoch = self.turned();
-        let committed = self.wait_for_phase(TURN_TIMEOUT, |phase| {
-            self.has_committed(epoch) || *phase != understudy_protocol::PrimaryPhase::Protected
-        });
-        match committed {
-            Ok(_) if self.has_committed(epoch) => Ok(()),
-            Ok(phase) | Err(phase) => bail!("the turn is not committed: {phase:?}"),
+    /// Whether the epoch that runs is to end with a turn.
+    pub fn may_turn(&self) -> bool {
+        let core = self.group.core();
+        self.turning.lock().may_begin(&core, &self.way())
+    }
+
+    fn worded(&self, why: NoTurn) -> anyhow::Error {
+        let (peer, patience) = (&self.peer, TURN_PATIENCE.as_secs());
+        match why {
+            NoTurn::Early(why) => anyhow!("{why}: try again in a while"),
+            NoTurn::Refused(why) => anyhow!("{peer} refuses: {why}"),
+            NoTurn::Unanswered => anyhow!("{peer} did not start another QEMU for it in time"),
+            NoTurn::NotCaptured => anyhow!("no epoch came to its end in {patience} s"),
+            NoTurn::Failed(why) => anyhow!(why),
+            NoTurn::Over => anyhow!("protection has ended meanwhile"),
+            NoTurn::Uncommitted(phase) => anyhow!("the turn is not committed: {phase:?}"),
         }
     }
 }

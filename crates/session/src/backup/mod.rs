@@ -12,9 +12,11 @@
 mod fitness;
 mod member;
 mod takeover;
+mod turn;
 mod words;
 
 pub use fitness::HANG;
+pub use turn::{LogSpan, Orders};
 pub use words::{Awaited, Effect, Ending, Errand, Event, Word};
 
 use crate::Place;
@@ -176,6 +178,7 @@ impl Standby {
             Event::StandDown => self.decide(now, BackupEvent::StandDown, effects),
             Event::Doomed => self.decide(now, BackupEvent::Doomed, effects),
             Event::CannotServe(reason) => self.give_up(now, reason, effects),
+            Event::CannotTurn(reason) => self.cannot_turn(now, reason, effects),
             Event::Diverged(_) if planted!(StayDiverged) => {}
             Event::Diverged(reason) => {
                 self.diverged = true;
@@ -407,6 +410,17 @@ impl Standby {
                 self.end(place, ending, effects);
             }
         }
+    }
+
+    /// A primary that hears it goes on without this backup. One that is lost does not, and what is committed is whole:
+    /// so this host does not give the VM up. One that was told to forget it says nothing but that it has.
+    fn cannot_turn(&mut self, now: Time, reason: String, effects: &mut Vec<Effect>) {
+        if planted!(GiveUpForATurn) {
+            return self.give_up(now, reason, effects);
+        }
+        let follows = matches!(self.core.phase(), BackupPhase::Syncing | BackupPhase::Standing);
+        let places = (0..self.members.len()).filter(|_| follows);
+        effects.extend(places.map(|place| Effect::Say(place, Word::Refuse(reason.clone()))));
     }
 
     /// Handles a panic. Whoever panicked may have been about to do what was decided: then all that

@@ -361,3 +361,20 @@ fn where_the_thread_that_applies_is_no_more_the_connections_end_all_the_same() {
     assert_eq!(played.tell(Event::Abandoned), [Effect::EndLog, Effect::Close(0)]);
     assert!(played.standby.may_hang_up(0));
 }
+
+/// A turn that cannot be carried out is no turn yet, and what is committed is whole. The primary that wanted it hears
+/// that, or is lost by then.
+#[test]
+fn a_backup_that_cannot_turn_is_one_until_its_primary_hangs_up() {
+    let mut played = Played::new(1);
+    played.tell(Event::Staged(0, Epoch(1)));
+    let refuses = Effect::Say(0, Word::Refuse("its QEMU ended".to_owned()));
+    assert_eq!(played.tell(Event::CannotTurn("its QEMU ended".to_owned())), [refuses]);
+    assert_eq!(*played.standby.phase(), BackupPhase::Standing);
+    played.tell(Event::DataEnded(0, "the connection ended".to_owned()));
+    played.win();
+    assert_eq!(*played.standby.phase(), BackupPhase::Live);
+    let mut forgets = Played::new(1);
+    forgets.tell(Event::StandDown);
+    assert_eq!(forgets.tell(Event::CannotTurn("its QEMU ended".to_owned())), []);
+}

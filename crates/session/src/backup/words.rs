@@ -30,6 +30,8 @@ pub enum Event {
     CannotServe(String),
     /// The same, since QEMU did not follow the log.
     Diverged(String),
+    /// A turn comes that cannot be carried out here, for this reason.
+    CannotTurn(String),
     /// The former primary keeps its guest, and asks what becomes of the VM.
     Awaited,
     /// The former primary says who owns the VM.

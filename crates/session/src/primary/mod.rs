@@ -6,8 +6,10 @@
 
 mod due;
 mod standing;
+mod turn;
 
 pub use due::{Asked, Guests, next_step};
+pub use turn::{Look, NoTurn, TURN_PATIENCE, Turning, Way};
 
 use crate::Place;
 use crate::hand_back::WinnersWord;

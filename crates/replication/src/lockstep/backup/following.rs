@@ -7,7 +7,6 @@ use crate::lockstep::compare::Differing;
 use crate::lockstep::compare::backup::Asked;
 use crate::lockstep::reads::Reads;
 use crate::lockstep::writes::Writes;
-use anyhow::ensure;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,6 +15,7 @@ use understudy_protocol::Epoch;
 use understudy_protocol::wire::LogProgress;
 use understudy_qemu::lockstep::LogStatus;
 use understudy_report::{DiskReads, LockstepReport};
+use understudy_session::backup::LogSpan;
 use understudy_threads::Waitable;
 
 /// Log that waits for QEMU here, at most; over it nothing more is read from the wire.
@@ -45,17 +45,13 @@ pub struct Following {
     writes: Writes,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
     feed: Feed,
     rate: Rate,
-    last: Epoch,
+    span: LogSpan,
     /// Comparisons at the marks of the feed.
     asked: Asked,
-    /// An epoch is on its way that is a checkpoint again.
-    ending: bool,
-    /// Whether no more is taken in.
-    ended: bool,
     /// QEMU has another place: there is nothing left to be watched.
     left: bool,
     /// Progress as of the last look.
@@ -72,6 +68,23 @@ struct State {
 }
 
 impl State {
+    /// Of a log that begins behind this epoch.
+    fn new(machine: Epoch) -> State {
+        State {
+            feed: Feed::default(),
+            rate: Rate::default(),
+            span: LogSpan::new(machine),
+            asked: Asked::default(),
+            left: false,
+            progress: LogProgress::default(),
+            blocked: false,
+            begun: false,
+            given: 0,
+            recent: VecDeque::new(),
+            lag_at_failure: None,
+        }
+    }
+
     /// The time since the oldest log came that QEMU has not executed.
     fn lag(&self) -> Duration {
         self.feed.behind_since().map_or(Duration::ZERO, |since| clock::now() - since)
@@ -89,7 +102,7 @@ impl Following {
     pub fn new(disk_reads: DiskReads, disks: usize, epoch: Epoch) -> Following {
         Following {
             machine: epoch,
-            state: Waitable::new(State { last: epoch, ..Default::default() }),
+            state: Waitable::new(State::new(epoch)),
             reads: Reads::new(disk_reads, disks),
             writes: Writes::default(),
         }
@@ -113,12 +126,11 @@ impl Following {
     /// Takes a batch in; it may be acknowledged then. False if it is of no more use.
     pub fn take(&self, epoch: Epoch, log: &[u8]) -> anyhow::Result<bool> {
         let mut state = self.state.lock();
-        if state.ended {
+        if !state.span.takes(epoch).map_err(anyhow::Error::msg)? {
             return Ok(false);
         }
-        ensure!(epoch == state.last.next(), "batch {epoch} of the log came after {}", state.last);
         state.feed.receive(log, clock::now())?;
-        state.last = epoch;
+        state.span.took(epoch);
         let received = state.feed.received().0;
         state.rate.note(received);
         self.state.wake();
@@ -135,7 +147,7 @@ impl Following {
             let reads = state.begun && state.feed.pending() > 0 && self.reads.is_full();
             state.feed.waiting() > most_waiting() || reads
         };
-        while !state.ended && is_full(&state) {
+        while !state.span.has_ended() && is_full(&state) {
             if clock::now() >= deadline {
                 return false;
             }
@@ -149,8 +161,7 @@ impl Following {
     /// is.
     pub fn end(&self) {
         let mut state = self.state.lock();
-        if !state.ended {
-            state.ended = true;
+        if state.span.end() {
             state.feed.end();
             state.asked.clear();
             self.state.wake();
@@ -161,18 +172,18 @@ impl Following {
 
     /// An epoch is on its way that is a checkpoint again, with which the log ends.
     pub fn expect_end(&self) {
-        self.state.lock().ending = true;
+        self.state.lock().span.expect_end();
     }
 
-    /// Whether checkpoints may come.
-    pub fn is_ending(&self) -> bool {
-        self.state.lock().ending
+    /// Whether messages of this epoch, a checkpoint, may come.
+    pub fn may_come(&self, epoch: Epoch) -> bool {
+        self.state.lock().span.may_come(epoch)
     }
 
     /// Ends the log with this rest of it, as that epoch is committed.
     pub fn end_with(&self, rest: &[u8]) -> anyhow::Result<()> {
         let mut state = self.state.lock();
-        if !state.ended {
+        if !state.span.has_ended() {
             state.feed.receive(rest, clock::now())?;
         }
         drop(state);
@@ -191,7 +202,8 @@ impl Following {
 
     /// Waits for the first of the log; false if it has ended before.
     pub(super) fn await_log(&self) -> bool {
-        let none = |state: &mut State| !state.ended && state.feed.received() == LogPosition(0);
+        let none =
+            |state: &mut State| !state.span.has_ended() && state.feed.received() == LogPosition(0);
         let state = self.state.wait_while(self.state.lock(), none);
         state.feed.received() > LogPosition(0)
     }
@@ -199,7 +211,7 @@ impl Following {
     /// The primary asks what this machine has at a place of the log.
     pub fn compare(&self, comparison: Comparison) -> anyhow::Result<()> {
         let mut state = self.state.lock();
-        if !state.ended {
+        if !state.span.has_ended() {
             state.feed.mark(comparison.place.position)?;
             state.asked.push(comparison)?;
             self.state.wake();
@@ -220,7 +232,7 @@ impl Following {
     }
 
     pub(super) fn has_ended(&self) -> bool {
-        self.state.lock().ended
+        self.state.lock().span.has_ended()
     }
 
     /// The next thing that QEMU is given; none after the end.

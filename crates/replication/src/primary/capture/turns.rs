@@ -23,9 +23,10 @@ impl Capturer<'_> {
     /// Checkpoints are being taken, and lockstep is due.
     pub(super) fn turn(&mut self) -> anyhow::Result<Option<End>> {
         let session = self.session;
-        let Some(prepared) = session.turning.begin() else { return Ok(None) };
+        let Some(prepared) = session.turning.lock().begin() else { return Ok(None) };
         if prepared.mode != Mode::Lockstep {
-            session.turning.end(Err(anyhow::anyhow!("it gets checkpoints already")));
+            let already = "it gets checkpoints already".to_owned();
+            session.turning.change(|turning| turning.failed(already));
             return Ok(None);
         }
         if let Some(next) = prepared.next {
@@ -36,7 +37,7 @@ impl Capturer<'_> {
                 }
                 Err(error) if self.machine.is_retired() => return Err(error),
                 Err(error) => {
-                    session.turning.end(Err(error));
+                    session.turning.change(|turning| turning.failed(format!("{error:#}")));
                     return Ok(None);
                 }
             }
@@ -85,7 +86,7 @@ impl Capturer<'_> {
             recording
         };
         fail::fail_point!("turn-captured");
-        session.turning.end(Ok(()));
+        session.turn_captured();
         self.follow(&recording)
     }
 
@@ -114,7 +115,7 @@ impl Capturer<'_> {
     /// The log ends with a checkpoint, and others follow. False if that is wanted no more.
     fn turn_to_checkpoints(&mut self) -> anyhow::Result<bool> {
         let session = self.session;
-        if session.turning.begin().is_none() {
+        if session.turning.lock().begin().is_none() {
             return Ok(false);
         }
         session.pace.limit(1.0);
@@ -129,7 +130,7 @@ impl Capturer<'_> {
         }
         inbound::begin(session);
         fail::fail_point!("turn-captured");
-        session.turning.end(Ok(()));
+        session.turn_captured();
         Ok(true)
     }
 }
