@@ -22,7 +22,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
-use understudy_machine::custody::Custody;
+use understudy_machine::custody::{Custody, Unfound};
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 use understudy_qemu::process;
@@ -278,8 +278,10 @@ impl Host {
             return None;
         }
         if between.is_given_up() {
-            self.end_left_guest(name);
-            return None;
+            return self.end_left_guest(name).err().map(|error| {
+                warn!(vm = %name, "{}", error.message);
+                Instant::now() + AGAIN
+            });
         }
         if Instant::now() < due {
             return Some(due);
@@ -327,20 +329,33 @@ impl Host {
     /// it, or its custodian.
     pub(crate) fn end_given_up(&self, name: &VmName) -> Result<(), HostError> {
         let stopped = self.stop_in_keeper(name);
-        if !self.is_left(name) {
+        // One that lives has the guest, and a custodian beside it for a moment.
+        if self.keeper_of(name).is_some() || !self.is_left(name) {
             return stopped;
         }
-        self.end_left_guest(name);
-        Ok(())
+        self.end_left_guest(name)
     }
 
-    /// Ends a guest that stands still with its custodian, by its operator's wish.
-    fn end_left_guest(&self, name: &VmName) {
+    /// Ends a guest that stands still with its custodian, by its operator's wish. What is not known to have ended stays as it
+    /// is on record.
+    fn end_left_guest(&self, name: &VmName) -> Result<(), HostError> {
         let socket = legacy::socket(&name.below(&self.config.state_dir));
-        match Custody::of_another(&socket) {
-            Ok((_custody, _, descriptors)) => process::kill(descriptors[0].as_fd()),
-            Err(error) => warn!(vm = %name, "its custodian has ended already: {error:#}"),
-        }
+        let ended = match Custody::of_another(&socket) {
+            Ok((_custody, _, descriptors)) => {
+                process::kill(descriptors[0].as_fd());
+                Ok(())
+            }
+            Err(error) => match Unfound::of(&error) {
+                Unfound::Ended => Ok(()),
+                Unfound::Never => Custody::end(&socket),
+                Unfound::Later => Err(error),
+            },
+        };
+        ended.map_err(|error| {
+            let message =
+                format!("{name}: its guest's custodian cannot be asked: {error:#}; try again");
+            HostError::new(ErrorKind::Conflict, message)
+        })?;
         let noted = self.records.change(name, |record| {
             record.image.role = ImageRole::Cut;
             record.wanted = false;
@@ -352,6 +367,7 @@ impl Host {
             self.release(name, record.image.generation);
         }
         self.events.of(name).record(EventKind::Stopped { cut: true });
+        Ok(())
     }
 }
 

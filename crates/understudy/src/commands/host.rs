@@ -215,19 +215,23 @@ pub(super) fn listen(
 pub(super) struct Signals {
     terminate: Signal,
     interrupt: Signal,
+    /// Its terminal is gone.
+    hang_up: Signal,
 }
 
 impl Signals {
     pub(super) fn new() -> io::Result<Signals> {
         let terminate = signal(SignalKind::terminate())?;
         let interrupt = signal(SignalKind::interrupt())?;
-        Ok(Signals { terminate, interrupt })
+        let hang_up = signal(SignalKind::hangup())?;
+        Ok(Signals { terminate, interrupt, hang_up })
     }
 
     pub(super) async fn next(&mut self) -> &'static str {
         tokio::select! {
             _ = self.terminate.recv() => "SIGTERM",
             _ = self.interrupt.recv() => "SIGINT",
+            _ = self.hang_up.recv() => "SIGHUP",
         }
     }
 }

@@ -389,7 +389,10 @@ impl State {
             return;
         }
         let answers = std::mem::take(&mut presence.answer);
-        if words.values().any(|word| *word == Word::Silent) {
+        let of =
+            |said: &MemberCards| words.get(&said.member).is_none_or(|word| *word == Word::Silent);
+        // Also of one that was known nowhere when it was asked.
+        if self.doubtful(host, &presence).iter().any(|(said, _)| of(said)) {
             self.unanswered.insert(host.clone(), presence.clone());
         }
         let is_other = self.has_other_list(host);
