@@ -84,11 +84,10 @@ impl NoTurn {
     /// Whether the backup is to be told that the turn is called off: what it has prepared it needs once
     /// the turn is captured.
     pub fn is_called_off(&self) -> bool {
-        match self {
-            NoTurn::Uncommitted(_) => planted!(CallOffWhatIsLate),
-            NoTurn::Early(_) | NoTurn::Over => false,
-            _ => true,
+        if let NoTurn::Uncommitted(_) = self {
+            return planted!(CallOffWhatIsLate);
         }
+        !matches!(self, NoTurn::Early(_) | NoTurn::Over)
     }
 }
 
