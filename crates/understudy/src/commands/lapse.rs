@@ -5,7 +5,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 use understudy_client::{Client, Failure};
-use understudy_report::VmStatus;
+use understudy_report::{Protection, VmStatus};
 
 /// Time for a lapse to end: the backup says every two seconds what it could.
 const PATIENCE: Duration = Duration::from_secs(15);
@@ -40,6 +40,11 @@ impl Lapse {
             Instant::now() + self.patience
         });
         Instant::now() < until
+    }
+
+    /// Whether there was one, and the VM is protected now.
+    fn has_ended(&self, status: &VmStatus) -> bool {
+        self.until.is_some() && matches!(status.protection, Protection::Protected { .. })
     }
 }
 
@@ -77,13 +82,16 @@ fn patiently(
     mut lapse: Lapse,
     pause: Duration,
 ) -> Result<(), Failure> {
+    let mut is_last = false;
     loop {
-        match hand_over() {
-            Err(_) if status().is_ok_and(|status| lapse.is_worth_waiting(&status)) => {
-                thread::sleep(pause);
-            }
-            outcome => return outcome,
+        let Err(refused) = hand_over() else { return Ok(()) };
+        let Ok(status) = status() else { return Err(refused) };
+        // It may have ended since the refusal.
+        is_last = !is_last && lapse.has_ended(&status);
+        if !is_last && !lapse.is_worth_waiting(&status) {
+            return Err(refused);
         }
+        thread::sleep(pause);
     }
 }
 
@@ -92,7 +100,7 @@ pub mod tests {
     use super::*;
     use crate::table::tests::example;
     use understudy_client::FailureKind;
-    use understudy_report::Protection;
+    use understudy_protocol::literal;
 
     const SLOW: &str = "could not take over now: its disk is slow; output still waits for it";
 
@@ -145,5 +153,23 @@ pub mod tests {
         assert_eq!((outcome.is_err(), tried), (true, 1));
         let (outcome, tried) = try_refused(2, degraded(Some(SLOW)), over());
         assert_eq!((outcome.is_err(), tried), (true, 1));
+    }
+
+    // Before, it was refused for a lapse that had ended before the status was read.
+    #[test]
+    fn a_hand_over_is_tried_once_more_when_the_lapse_has_ended() {
+        let try_refused = |times: usize| {
+            let mut refusals = 0..times;
+            let hand_over = || match refusals.next() {
+                Some(_) => Err(Failure::new(FailureKind::Usage, "not now")),
+                None => Ok(()),
+            };
+            let protected = || example(Protection::Protected { peer: literal("b") });
+            let mut states = [degraded(Some(SLOW))].into_iter();
+            let status = || Ok(states.next().unwrap_or_else(protected));
+            patiently(hand_over, status, Lapse::new(true), Duration::ZERO)
+        };
+        assert_eq!(try_refused(2), Ok(()));
+        assert!(try_refused(3).is_err(), "it is refused for something else");
     }
 }
