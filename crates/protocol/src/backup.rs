@@ -226,6 +226,12 @@ impl Backup {
         }
     }
 
+    /// Lets its primary ask the arbiter first until then, should they lose each other: it hangs up and can go on, and this
+    /// one would race it for the VM.
+    pub fn yield_until(&mut self, until: Time) {
+        self.leased_until = self.leased_until.max(until);
+    }
+
     fn staged(&mut self, now: Time, epoch: Epoch, actions: &mut Vec<BackupAction>) {
         self.detector.heard(now);
         let follows = matches!(self.phase, BackupPhase::Syncing | BackupPhase::Standing);

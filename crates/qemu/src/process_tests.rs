@@ -108,7 +108,18 @@ fn it_goes_before_its_daemon_when_memory_runs_out() {
 #[test]
 fn what_tells_all_processes_to_end_is_not_for_it() {
     let folder = tempfile::tempdir().unwrap();
-    let qemu = shell("grep SigBlk /proc/self/status", &[], &folder.path().join("log")).unwrap();
+    // Not by a shell, which blocks none for what it starts.
+    let qemu = Qemu::launch(&Launch {
+        binary: Path::new("grep"),
+        args: &["SigBlk".into(), "/proc/self/status".into()],
+        env: &[],
+        inherit: &[],
+        log: &folder.path().join("log"),
+        directory: None,
+        user: None,
+        descriptors: None,
+    });
+    let qemu = qemu.unwrap();
     let exit = qemu.wait(LONG).unwrap().expect("it ends");
     let blocked = exit.last_words.strip_prefix("SigBlk:\t").unwrap_or(&exit.last_words);
     let blocked = u64::from_str_radix(blocked, 16).unwrap();

@@ -78,14 +78,14 @@ impl Kept {
         self.events.iter().filter(move |event| event.vm.as_ref() == Some(vm))
     }
 
-    /// Lets go of the oldest of what happened most often: one kind of event, to one VM. So whatever comes and goes all the
-    /// time drives nothing else out.
+    /// Lets go of the oldest of what happened most often, in the older half: one kind of event, to one VM. So whatever comes
+    /// and goes all the time drives nothing else out, and what is new stays for a while, whatever it is.
     fn make_room(&mut self) {
+        let older = || self.events.iter().take(KEPT / 2);
         let mut times: HashMap<_, usize> = HashMap::new();
-        self.events.iter().for_each(|event| *times.entry(subject(event)).or_default() += 1);
+        older().for_each(|event| *times.entry(subject(event)).or_default() += 1);
         let most = times.values().max().copied();
-        let oldest =
-            self.events.iter().position(|event| times.get(&subject(event)).copied() == most);
+        let oldest = older().position(|event| times.get(&subject(event)).copied() == most);
         let removed = oldest.and_then(|oldest| self.events.remove(oldest));
         self.gone = removed.map_or(self.gone, |event| event.number.max(self.gone));
     }

@@ -57,10 +57,17 @@ impl KnownEnds {
 
     /// What a VM's last keeper has said, in this directory, unless that is known.
     fn dead_note(&self, vm: &VmName, directory: &Path) -> Option<Note> {
+        self.last_note(vm, directory).filter(|note| !self.is_known(note))
+    }
+
+    fn is_known(&self, note: &Note) -> bool {
+        self.0.look(|all| all.known_ends.get(&note.vm) == Some(note))
+    }
+
+    /// The same, be it known or not.
+    fn last_note(&self, vm: &VmName, directory: &Path) -> Option<Note> {
         match note::look(directory) {
-            Found::Nobody(note) => {
-                note.filter(|note| self.0.look(|all| all.known_ends.get(vm) != Some(note)))
-            }
+            Found::Nobody(note) => note,
             // The next one has the lock.
             Found::Starting | Found::Lives(_) => {
                 self.0.change(|all| all.known_ends.remove(vm));
@@ -93,15 +100,19 @@ impl Host {
     }
 
     /// Notices that a VM's last keeper has ended, if it has: before the next one is started, too, whose
-    /// words would cover its own. To be called under the lock `adding`.
+    /// words would cover its own. What it left is undone once more if that could not be noted. To be called under the
+    /// lock `adding`.
     pub(crate) fn notice_end_of_keeper(&self, vm: &VmName) {
-        let Some(note) = self.dead_note(vm) else { return };
-        let lost = lost_with(self, &note);
-        if note.end.is_none() {
-            self.tell_of_killed(&note, lost.is_some());
-        }
-        if let Some(lost) = lost {
-            self.vms.put_if(vm, Vm::Fenced(Arc::new(lost)), |there| there.is_none());
+        let directory = vm.below(&self.config.state_dir);
+        let Some(note) = self.known_ends.last_note(vm, &directory) else { return };
+        if !self.known_ends.is_known(&note) {
+            let lost = lost_with(self, &note);
+            if note.end.is_none() {
+                self.tell_of_killed(&note, lost.is_some());
+            }
+            if let Some(lost) = lost {
+                self.vms.put_if(vm, Vm::Fenced(Arc::new(lost)), |there| there.is_none());
+            }
         }
         self.end_dead_restore(vm);
         self.forget_insistence(vm);

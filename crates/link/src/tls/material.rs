@@ -16,7 +16,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// Contents of the files.
-#[derive(PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct Contents {
     ca: Vec<u8>,
     cert: Vec<u8>,
@@ -64,6 +64,13 @@ impl Contents {
             ca: read(&files.ca)?,
             revoked: files.revoked.as_deref().map(read).transpose()?,
         })
+    }
+}
+
+impl Contents {
+    /// Those of others whom to trust, and this host's own.
+    pub fn of_others(&self, own: &Contents) -> Contents {
+        Contents { cert: own.cert.clone(), key: own.key.clone(), ..self.clone() }
     }
 }
 

@@ -96,12 +96,22 @@ impl Tls {
             return Ok(None);
         }
         let fresh = Arc::new(Material::new(contents, &self.files, &self.name)?);
-        if former.check_own().is_ok() {
+        if let (Ok(()), Err(error)) = (former.check_own(), fresh.check_own()) {
+            // Whom it is told to trust no more counts all the same.
+            let contents = fresh.contents.of_others(&former.contents);
+            if contents != former.contents
+                && let Ok(mixed) = Material::new(contents, &self.files, &self.name)
+                && mixed.check_own().is_ok()
+            {
+                self.install(Arc::new(mixed));
+            }
             let cert = self.files.cert.display();
-            fresh
-                .check_own()
-                .with_context(|| format!("no peer will take the certificate {cert}"))?;
+            return Err(error.context(format!("no peer will take the certificate {cert}")));
         }
+        Ok(Some(self.install(fresh)))
+    }
+
+    fn install(&self, fresh: Arc<Material>) -> usize {
         let mut state = self.state.lock();
         state.material = fresh.clone();
         let mut closed = 0;
@@ -114,7 +124,7 @@ impl Tls {
             }
             !revoked
         });
-        Ok(Some(closed))
+        closed
     }
 
     /// Sees to it that the connection ends when its peer's certificate is revoked.

@@ -28,6 +28,9 @@ use understudy_protocol::{
     Verdict, planted,
 };
 
+/// Time for a primary that was told of a turn that does not come to ask the arbiter first.
+const YIELDS: Duration = Duration::from_millis(500);
+
 /// The backup of a group.
 #[derive(Clone, Debug)]
 pub struct Standby {
@@ -418,8 +421,11 @@ impl Standby {
         if planted!(GiveUpForATurn) {
             return self.give_up(now, reason, effects);
         }
-        let follows = matches!(self.core.phase(), BackupPhase::Syncing | BackupPhase::Standing);
-        let places = (0..self.members.len()).filter(|_| follows);
+        if !matches!(self.core.phase(), BackupPhase::Syncing | BackupPhase::Standing) {
+            return;
+        }
+        self.core.yield_until(now + YIELDS);
+        let places = 0..self.members.len();
         effects.extend(places.map(|place| Effect::Say(place, Word::Refuse(reason.clone()))));
     }
 

@@ -371,7 +371,10 @@ fn a_backup_that_cannot_turn_is_one_until_its_primary_hangs_up() {
     let refuses = Effect::Say(0, Word::Refuse("its QEMU ended".to_owned()));
     assert_eq!(played.tell(Event::CannotTurn("its QEMU ended".to_owned())), [refuses]);
     assert_eq!(*played.standby.phase(), BackupPhase::Standing);
-    played.tell(Event::DataEnded(0, "the connection ended".to_owned()));
+    let ended = played.tell(Event::DataEnded(0, "the connection ended".to_owned()));
+    assert!(!ended.iter().any(|effect| matches!(effect, Effect::Contest(..))), "{ended:?}");
+    played.now = played.now + YIELDS;
+    played.tell(Event::Tick);
     played.win();
     assert_eq!(*played.standby.phase(), BackupPhase::Live);
     let mut forgets = Played::new(1);
