@@ -287,7 +287,7 @@ mod tests {
         };
         let before = of(vec![answers("c", None), answers("b", None)], &["a"]);
         let former = Contender::Former(vec![a], tenures);
-        assert_eq!(before.contenders(&here), [former.clone()]);
+        assert_eq!(before.contenders(&here), std::slice::from_ref(&former));
         let both = of(vec![answers("c", None)], &["a", "b"]);
         let of_b = Contender::Owner(literal("b"), Generation(4));
         assert_eq!(both.contenders(&here), [of_b.clone(), former.clone()]);

@@ -364,6 +364,23 @@ fn a_certificate_that_no_peer_will_take_is_not_used() {
     assert_eq!(old.refresh().unwrap(), Some(0));
 }
 
+// Before, nobody's revocation counted until the certificate was put right.
+#[test]
+fn beside_a_certificate_that_is_not_used_a_revocation_counts() {
+    const DAY: Duration = Duration::from_secs(24 * 3600);
+    let authority = Authority::new();
+    let (a, b) = (authority.heedful("a"), authority.issue("b"));
+    for file in ["a.pem", "a.key"] {
+        std::fs::remove_file(authority.0.path().join(file)).unwrap();
+    }
+    pki::issue_at(SystemTime::now() + 2 * DAY, authority.0.path(), "a", 1).unwrap();
+    a.refresh().unwrap_err();
+    assert_eq!(meet(&b, &a, "a"), (Ok(()), Ok(())));
+    pki::revoke(authority.0.path(), "b").unwrap();
+    a.refresh().unwrap_err();
+    assert_says(meet(&b, &a, "a").1, "it has been revoked");
+}
+
 /// Nobody watched it: after ten years no host would have known another one any more.
 #[test]
 fn the_end_of_an_authority_is_told_in_time() {
