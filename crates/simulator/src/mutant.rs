@@ -68,8 +68,13 @@ impl Mutant {
     /// After a change of schedules it may show it no more, which costs nothing but time.
     pub(crate) fn shown_by(self) -> Option<u64> {
         use CoreMutant::*;
-        let Mutant::Core(mutant) = self else { return None };
+        let mutant = match self {
+            Mutant::Core(mutant) => mutant,
+            Mutant::Driver(DriverMutant::SleepUncounted) => return Some(520),
+            Mutant::Driver(_) => return None,
+        };
         Some(match mutant {
+            ClocksAgree => 8219,
             LeaseBesideSession => 3989,
             KeepUnheardGrant => 3728,
             PrepareTooEarly => 2823,
