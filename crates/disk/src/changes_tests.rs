@@ -3,6 +3,7 @@ use crate::disk::Disk;
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
+use std::slice::from_ref;
 use std::sync::Arc;
 use tempfile::TempDir;
 use understudy_protocol::DiskIndex;
@@ -65,7 +66,11 @@ fn what_somebody_changes_after_a_process_was_killed_is_found_out() {
     drop(disk);
     assert!(ChangeMap::is_open_at(&path) && ChangeMap::seal_left(&path, &image).unwrap());
     assert!(!ChangeMap::is_open_at(&path) && !ChangeMap::seal_left(&path, &image).unwrap());
-    assert_eq!(reopen(&path, &image).unwrap().runs(), [0..1], "all that was marked counts");
+    assert_eq!(
+        reopen(&path, &image).unwrap().runs(),
+        from_ref(&(0..1)),
+        "all that was marked counts"
+    );
     std::thread::sleep(std::time::Duration::from_millis(20));
     let others = OpenOptions::new().write(true).open(&image).unwrap();
     others.write_all_at(b"changed", GRANULE_BYTES).unwrap();

@@ -375,10 +375,10 @@ fn beside_a_certificate_that_is_not_used_a_revocation_counts() {
     }
     pki::issue_at(SystemTime::now() + 2 * DAY, authority.0.path(), "a", 1).unwrap();
     a.refresh().unwrap_err();
-    assert_eq!(meet(&b, &a, "a"), (Ok(()), Ok(())));
+    assert_eq!(meet(&a, &b, "b"), (Ok(()), Ok(())));
     pki::revoke(authority.0.path(), "b").unwrap();
     a.refresh().unwrap_err();
-    assert_says(meet(&b, &a, "a").1, "it has been revoked");
+    assert_says(meet(&a, &b, "b").0, "it has been revoked");
 }
 
 /// Nobody watched it: after ten years no host would have known another one any more.
