@@ -1,6 +1,6 @@
 //! Chunks and what is made of them.
 
-use super::{CONCURRENT, Store, StoreError};
+use super::{CONCURRENT, Found, Store, StoreError};
 use crate::format::{
     AreaEntry, AreaMap, BLOB_CHUNK_BYTES, BadChunk, Blob, Compression, InFlightFrame, Malformed,
     MemberEntry, MemberManifest, WorkingSet, decode_chunk, decode_frames, encode_chunk,
@@ -15,6 +15,9 @@ use std::collections::BTreeSet;
 
 /// The longest blob that is read: more than a map of 16 TiB has.
 const MAX_BLOB: u64 = 4 << 30;
+
+/// The most bytes of a chunk as it is stored: its content, or what that was packed to, with a head, and sealed.
+const MOST_STORED: u64 = BLOB_CHUNK_BYTES as u64 + 4096;
 
 impl Store {
     /// The name of a chunk in this store: in an encrypted one nobody without the key can tell
@@ -95,16 +98,15 @@ impl Store {
         let name = self.stored_name(id);
         let place = Store::place(name);
         let path = self.path(&place);
-        let stored = match self.objects.get(&path).await {
-            Ok(found) => found.bytes().await,
-            Err(object_store::Error::NotFound { .. }) => {
-                return Err(StoreError::MissingChunk(name));
+        let stored = match self.read(&path, MOST_STORED).await? {
+            Found::Nothing => return Err(StoreError::MissingChunk(name)),
+            Found::TooLong(_) => {
+                return Err(StoreError::BadChunk { id: name, why: BadChunk::Unreadable });
             }
-            Err(error) => Err(error),
+            Found::Object(stored) => stored,
         };
-        let stored = stored.map_err(|error| self.not_done(format!("read {path}"), error))?;
         super::pace::pass(stored.len()).await;
-        self.open_sealed(&place, stored.into())
+        self.open_sealed(&place, stored)
             .ok_or(BadChunk::Forged)
             .and_then(|stored| decode_chunk(id, &stored))
             .map_err(|why| StoreError::BadChunk { id: name, why })

@@ -90,3 +90,24 @@ fn a_name_with_which_nobody_can_count_on_is_no_snapshots_number() {
     let writing = bench.store.begin(&literal("shop"), SnapshotNumber(6), NOW).unwrap();
     assert_eq!(writing.number, SnapshotNumber(7));
 }
+
+/// Before, a file of that length was allocated whole, and the process aborted: a daemon with a schedule at each start.
+#[test]
+fn what_is_longer_than_anything_that_was_stored_is_not_read() {
+    let bench = Bench::new();
+    let (kept, _) = bench.take(&AreaMap::zeros(UNITS), &[1], 1);
+    let lengthen = |file: std::path::PathBuf| {
+        std::fs::File::options().write(true).open(file).unwrap().set_len(1 << 40).unwrap();
+    };
+    let blob = bench.store.put_blob(b"its own", Compression::None).unwrap();
+    lengthen(bench.file(blob.chunks[0]));
+    assert!(matches!(bench.store.blob(&blob), Err(StoreError::BadChunk { .. })));
+    // It is written anew.
+    bench.store.put_blob(b"its own", Compression::None).unwrap();
+    assert_eq!(bench.store.blob(&blob).unwrap(), b"its own");
+    let path = bench.store.snapshot_path(&literal("shop"), kept.number);
+    lengthen(bench.directory.path().join(path.as_ref()));
+    let Listed { manifest, .. } = bench.store.snapshots(&literal("shop")).unwrap().remove(0);
+    let why = manifest.unwrap_err().to_string();
+    assert!(why.contains("1099511627776 bytes"), "{why}");
+}

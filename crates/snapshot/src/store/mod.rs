@@ -48,6 +48,17 @@ use tokio::runtime::Runtime;
 /// Requests under way at once: enough to fill a link to storage that answers after 20 ms.
 const CONCURRENT: usize = 32;
 
+/// The most bytes of what is no chunk: a manifest of 64 members needs a third.
+const MOST_BYTES: u64 = 64 << 20;
+
+/// What is at a place.
+enum Found {
+    Nothing,
+    Object(Vec<u8>),
+    /// Something of so many bytes, which was not read.
+    TooLong(u64),
+}
+
 /// A store of snapshots, open.
 #[derive(Debug)]
 pub struct Store {
@@ -203,12 +214,27 @@ impl Store {
 
     /// Reads an object; none if there is no such one.
     fn get(&self, path: &Path) -> Result<Option<Vec<u8>>, StoreError> {
-        let read = self.block(async { self.objects.get(path).await?.bytes().await });
-        match read {
-            Ok(bytes) => Ok(Some(bytes.into())),
-            Err(object_store::Error::NotFound { .. }) => Ok(None),
-            Err(error) => Err(self.not_done(format!("read {path}"), error)),
+        match self.block(self.read(path, MOST_BYTES))? {
+            Found::Nothing => Ok(None),
+            Found::Object(bytes) => Ok(Some(bytes)),
+            Found::TooLong(bytes) => Err(StoreError::damaged(
+                format!("{path} in {}", self.location),
+                format!("it has {bytes} bytes, and {MOST_BYTES} are possible"),
+            )),
         }
+    }
+
+    /// Reads an object of so many bytes at most: all of one is allocated at once, whatever wrote it.
+    async fn read(&self, path: &Path, most: u64) -> Result<Found, StoreError> {
+        let failed = |error| self.not_done(format!("read {path}"), error);
+        let found = match self.objects.get(path).await {
+            Err(object_store::Error::NotFound { .. }) => return Ok(Found::Nothing),
+            found => found.map_err(failed)?,
+        };
+        if found.meta.size > most {
+            return Ok(Found::TooLong(found.meta.size));
+        }
+        Ok(Found::Object(found.bytes().await.map_err(failed)?.into()))
     }
 
     /// Returns whether it was not there before; it is left alone if it was.
