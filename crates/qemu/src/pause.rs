@@ -3,6 +3,7 @@
 //! It takes half the time of [`crate::qmp::Checkpoint`], which is there for what the agent
 //! cannot do: a QEMU whose functions are not known, and a machine that does not run.
 #![allow(unsafe_code)] // Maps a page that QEMU shares.
+
 mod bell;
 mod page;
 

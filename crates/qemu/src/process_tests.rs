@@ -16,6 +16,19 @@ fn shell(script: &str, inherit: &[BorrowedFd<'_>], log: &Path) -> Result<Qemu, L
     })
 }
 
+fn launch(binary: &str, args: &[OsString], log: &Path) -> Result<Qemu, LaunchError> {
+    Qemu::launch(&Launch {
+        binary: Path::new(binary),
+        args,
+        env: &[],
+        inherit: &[],
+        log,
+        directory: None,
+        user: None,
+        descriptors: None,
+    })
+}
+
 #[test]
 fn its_end_and_last_words_are_seen() {
     let folder = tempfile::tempdir().unwrap();
@@ -109,17 +122,8 @@ fn it_goes_before_its_daemon_when_memory_runs_out() {
 fn what_tells_all_processes_to_end_is_not_for_it() {
     let folder = tempfile::tempdir().unwrap();
     // Not by a shell, which blocks none for what it starts.
-    let qemu = Qemu::launch(&Launch {
-        binary: Path::new("grep"),
-        args: &["SigBlk".into(), "/proc/self/status".into()],
-        env: &[],
-        inherit: &[],
-        log: &folder.path().join("log"),
-        directory: None,
-        user: None,
-        descriptors: None,
-    });
-    let qemu = qemu.unwrap();
+    let args = ["SigBlk".into(), "/proc/self/status".into()];
+    let qemu = launch("grep", &args, &folder.path().join("log")).unwrap();
     let exit = qemu.wait(LONG).unwrap().expect("it ends");
     let blocked = exit.last_words.strip_prefix("SigBlk:\t").unwrap_or(&exit.last_words);
     let blocked = u64::from_str_radix(blocked, 16).unwrap();
@@ -141,17 +145,7 @@ fn dropping_it_kills_it() {
 #[test]
 fn a_missing_program_is_named() {
     let folder = tempfile::tempdir().unwrap();
-    let error = Qemu::launch(&Launch {
-        binary: Path::new("/no/such/qemu"),
-        args: &[],
-        env: &[],
-        inherit: &[],
-        log: &folder.path().join("log"),
-        directory: None,
-        user: None,
-        descriptors: None,
-    })
-    .unwrap_err();
+    let error = launch("/no/such/qemu", &[], &folder.path().join("log")).unwrap_err();
     assert!(error.to_string().contains("cannot run /no/such/qemu"), "{error}");
 }
 

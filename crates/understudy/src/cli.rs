@@ -98,7 +98,7 @@ pub struct Cli {
 /// What to do.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Run this host's daemon in the foreground, until SIGTERM or SIGINT.
+    /// Run this host's daemon in the foreground, until SIGTERM, SIGINT or SIGHUP.
     #[command(after_help = HOST_HELP)]
     Host {
         /// The host's configuration (TOML).
@@ -417,12 +417,12 @@ after which it is suspected, epoch_timeout_ms = 1000 (100 to 60000), how long an
 epoch may be on its way to the backup without any movement, and qemu_timeout_ms =
 1000 (200 to 15000), the silence of a protected VM's own QEMU, [shutdown] power_off_seconds = 60 (0 to 3600).
 
-SIGTERM or SIGINT ends the daemon: protected VMs are handed to their backups, as
+SIGTERM, SIGINT or SIGHUP ends the daemon: protected VMs are handed to their backups, as
 are those that are protected again within power_off_seconds; the other guests
 are asked to power off (ACPI), and what still runs after power_off_seconds more is
-cut, as it is at once after a second signal. The log says which were. A service
-manager must wait for longer than both, and kill nothing else: under systemd, which
-is told, KillMode=process and TimeoutStopSec=180.
+cut, as it is at once after a second SIGTERM or SIGINT. The log says which were. A
+service manager must wait for longer than both, and kill nothing else: under systemd,
+which is told, KillMode=process and TimeoutStopSec=180.
 
 All fields: /usr/share/doc/understudy/FILES.md.gz.";
 

@@ -6,6 +6,8 @@ use crate::api::{Api, Guard, Routed, follow, remote, room};
 use crate::service_manager::{Notice, ServiceManager};
 use crate::socket::ApiSocket;
 use crate::{door, metrics};
+use nix::sys::signal::Signal as NixSignal;
+use std::fs;
 use std::future::Future;
 use std::io;
 use std::path::Path;
@@ -28,7 +30,7 @@ const HAND_OVERS: Duration = Duration::from_secs(120);
 /// Time between two looks at how many are left.
 const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Runs the daemon until SIGTERM or SIGINT.
+/// Runs the daemon until SIGTERM, SIGINT or SIGHUP.
 pub fn run(config: &Path) -> Result<Exit, Failure> {
     let manager = Arc::new(ServiceManager::of_environment()?);
     let config = HostConfig::load(config)?;
@@ -185,8 +187,11 @@ pub(super) async fn end_in_order(
         tokio::select! {
             ended = &mut ended => return ended.map_err(crashed),
             signal = signals.next() => {
-                tracing::warn!(signal, "waiting for no guest any more");
-                host.hurry();
+                // Whoever loses its terminal hears that more than once, or right behind a SIGTERM: it asks for no hurry.
+                if signal != HANG_UP {
+                    tracing::warn!(signal, "waiting for no guest any more");
+                    host.hurry();
+                }
             }
             _ = looks.tick() => {
                 let before = std::mem::replace(&mut left, host.still_running());
@@ -211,19 +216,22 @@ pub(super) fn listen(
     Ok(axum::serve(listener, router).with_graceful_shutdown(stop).into_future())
 }
 
+/// The signal that says that the terminal is gone.
+const HANG_UP: &str = "SIGHUP";
+
 /// The signals that end the daemon.
 pub(super) struct Signals {
     terminate: Signal,
     interrupt: Signal,
-    /// Its terminal is gone.
-    hang_up: Signal,
+    /// Its terminal is gone; none if that is to be ignored, as under `nohup`.
+    hang_up: Option<Signal>,
 }
 
 impl Signals {
     pub(super) fn new() -> io::Result<Signals> {
         let terminate = signal(SignalKind::terminate())?;
         let interrupt = signal(SignalKind::interrupt())?;
-        let hang_up = signal(SignalKind::hangup())?;
+        let hang_up = (!is_hang_up_ignored()).then(|| signal(SignalKind::hangup())).transpose()?;
         Ok(Signals { terminate, interrupt, hang_up })
     }
 
@@ -231,9 +239,21 @@ impl Signals {
         tokio::select! {
             _ = self.terminate.recv() => "SIGTERM",
             _ = self.interrupt.recv() => "SIGINT",
-            _ = self.hang_up.recv() => "SIGHUP",
+            Some(_) = of_any(&mut self.hang_up) => HANG_UP,
         }
     }
+}
+
+async fn of_any(signal: &mut Option<Signal>) -> Option<()> {
+    signal.as_mut()?.recv().await
+}
+
+/// Whether whoever started this wants it to outlive its terminal.
+fn is_hang_up_ignored() -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = ignored.and_then(|bits| u64::from_str_radix(bits.trim(), 16).ok());
+    ignored.is_some_and(|bits| bits & 1 << (NixSignal::SIGHUP as i32 - 1) != 0)
 }
 
 pub(super) fn internal(error: io::Error) -> Failure {
