@@ -51,6 +51,8 @@ struct Place {
     /// Time at which the VM is gone if it has not come; none while an order about it is being
     /// followed.
     begins_by: Option<Instant>,
+    /// Number of those who follow an order about it, or an offer of it.
+    following: u32,
     /// End that was seen last.
     end: Option<End>,
 }
@@ -128,9 +130,20 @@ impl Kept {
         remedy_for_qemu(self.group.as_ref(), &self.to_string())
     }
 
-    fn set_beginning(&self, vm: &VmName, begins_by: Option<Instant>) {
+    fn begin_following(&self, vm: &VmName) {
         if let Some(place) = self.places.lock().of.get_mut(vm) {
-            place.begins_by = begins_by;
+            place.following += 1;
+            place.begins_by = None;
+        }
+    }
+
+    /// The place is kept on while another one follows.
+    fn end_following(&self, vm: &VmName) {
+        if let Some(place) = self.places.lock().of.get_mut(vm) {
+            place.following = place.following.saturating_sub(1);
+            if place.following == 0 {
+                place.begins_by = Some(Instant::now());
+            }
         }
     }
 
@@ -199,14 +212,14 @@ pub(crate) struct Following<'a> {
 
 impl<'a> Following<'a> {
     fn begin(kept: &'a Kept, vm: &'a VmName) -> Following<'a> {
-        kept.set_beginning(vm, None);
+        kept.begin_following(vm);
         Following { kept, vm }
     }
 }
 
 impl Drop for Following<'_> {
     fn drop(&mut self) {
-        self.kept.set_beginning(self.vm, Some(Instant::now()));
+        self.kept.end_following(self.vm);
     }
 }
 
@@ -287,7 +300,7 @@ impl Host {
             .and_then(|connections| connections.take_in(self, vm))
             .map_err(internal)?;
         let close = (kept.door)(self, &directory.join(SOCKET))?;
-        let place = Place { claim, close, listening, begins_by, end: None };
+        let place = Place { claim, close, listening, begins_by, following: 0, end: None };
         places.of.insert(vm.clone(), place);
         Ok(())
     }

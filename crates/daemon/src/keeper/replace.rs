@@ -279,8 +279,8 @@ impl Host {
         }
         if between.is_given_up() {
             return self.end_left_guest(name).err().map(|error| {
-                warn!(vm = %name, "{}", error.message);
-                Instant::now() + AGAIN
+                self.orphans.note(name, error.message);
+                due
             });
         }
         if Instant::now() < due {

@@ -64,7 +64,7 @@ impl KnownEnds {
         self.0.look(|all| all.known_ends.get(&note.vm) == Some(note))
     }
 
-    /// The same, be it known or not.
+    /// What a VM's last keeper has said, in this directory, be it known or not.
     fn last_note(&self, vm: &VmName, directory: &Path) -> Option<Note> {
         match note::look(directory) {
             Found::Nobody(note) => note,
