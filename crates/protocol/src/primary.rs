@@ -294,7 +294,7 @@ impl Primary {
     /// Ends it whatever its state is: to be called when that may be half changed. The VM must not
     /// run here any more.
     pub fn condemn(&mut self, reason: &str) {
-        if !matches!(self.phase, PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_)) {
+        if !self.phase.is_over() {
             self.elsewhere = self.winner.is_some();
             self.phase = PrimaryPhase::Halted(reason.to_owned());
         }

@@ -19,6 +19,7 @@ use understudy_protocol::{
 };
 use understudy_session::backup::{self, Awaited, Effect, Errand, Event as BackupEvent, Word};
 use understudy_session::hand_back::WinnersWord;
+use understudy_session::primary::MACHINE;
 
 /// A disk that is silent for longer hangs.
 const DISK_PATIENCE: Duration = Duration::from_secs(1);
@@ -161,7 +162,7 @@ impl World {
             worked: 0,
             told_work: 0,
             broken: false,
-            log: if lockstep { Following::behind(Epoch(1)) } else { Following::default() },
+            log: if lockstep { Following::behind(MACHINE) } else { Following::default() },
             deaf: false,
             beside: Beside::default(),
             others: VecDeque::new(),

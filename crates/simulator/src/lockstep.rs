@@ -214,8 +214,8 @@ impl World {
         let Some(span) = &mut standby.log.span else {
             return self.violation(format!("{host} gets a log, which was not agreed on"));
         };
-        match span.takes(epoch) {
-            Ok(true) => span.took(epoch),
+        match span.take(epoch) {
+            Ok(true) => {}
             Ok(false) => return,
             Err(error) => return self.violation(format!("{host} refuses its log: {error}")),
         }

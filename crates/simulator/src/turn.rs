@@ -153,8 +153,7 @@ impl World {
         let Some((to_log, _)) = session.turns.asked.take() else { return };
         session.turns.ended = now;
         let data = session.data;
-        let is_over =
-            matches!(session.core.phase(), PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_));
+        let is_over = session.core.phase().is_over();
         let Some(why) = why else {
             self.coverage.turns_to_lockstep += u64::from(to_log);
             self.coverage.turns_to_checkpoints += u64::from(!to_log);

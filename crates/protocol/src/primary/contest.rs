@@ -114,9 +114,7 @@ impl Primary {
         generation: Generation,
         actions: &mut Vec<PrimaryAction>,
     ) {
-        if generation <= self.generation
-            || matches!(self.phase, PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_))
-        {
+        if generation <= self.generation || self.phase.is_over() {
             return;
         }
         let reason = match &self.phase {

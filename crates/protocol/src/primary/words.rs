@@ -112,4 +112,9 @@ impl PrimaryPhase {
     pub fn has_lost(&self) -> bool {
         matches!(self, PrimaryPhase::Frozen(_) | PrimaryPhase::Halted(_))
     }
+
+    /// Whether protection is over, here or altogether.
+    pub fn is_over(&self) -> bool {
+        matches!(self, PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_))
+    }
 }

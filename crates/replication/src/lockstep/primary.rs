@@ -36,9 +36,7 @@ use understudy_qemu::lockstep::LogChannel;
 use understudy_report::{DiskReads, LockstepReport};
 use understudy_threads::{Mutex, lock};
 
-/// The machine as it was copied: the log of a session that begins in lockstep begins behind this
-/// epoch.
-pub const MACHINE: Epoch = Epoch(1);
+pub use understudy_session::primary::MACHINE;
 
 /// Batches that may be on their way; their bytes are bounded by [`UNACKNOWLEDGED_BYTES`].
 pub const PIPELINE: u64 = 4096;

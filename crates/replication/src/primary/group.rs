@@ -184,7 +184,7 @@ impl Group {
         let mut core = self.core();
         strike("barrier", &session.vm);
         let next = core.running().next();
-        let over = matches!(core.phase(), PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_));
+        let over = core.phase().is_over();
         if !over {
             let first = !core.guards_output();
             self.each(|member| {

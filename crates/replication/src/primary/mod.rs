@@ -343,8 +343,7 @@ fn forget_log(session: &Session) {
 
 /// Waits until it is decided who has the VM. A guest that is kept meanwhile stands still.
 fn await_end(session: &Session) -> PrimaryPhase {
-    let is_end =
-        |phase: &PrimaryPhase| matches!(phase, PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_));
+    let is_end = PrimaryPhase::is_over;
     let mut stands_still = false;
     loop {
         let seen = session.wait_for_phase(Duration::from_secs(3600), |phase| {

@@ -189,7 +189,7 @@ impl Session {
 
     /// Whether protection is over, one way or the other.
     pub fn is_over(&self) -> bool {
-        matches!(self.phase(), PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_))
+        self.phase().is_over()
     }
 
     /// Whether it ended for the sake of another host, which has the VM or is to take it.

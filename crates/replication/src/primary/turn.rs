@@ -148,7 +148,7 @@ impl Session {
             NoTurn::NotCaptured => anyhow!("no epoch came to its end in {patience} s"),
             NoTurn::Failed(why) => anyhow!(why),
             NoTurn::Over => anyhow!("protection has ended meanwhile"),
-            NoTurn::Uncommitted(phase) => anyhow!("the turn is not committed: {phase:?}"),
+            NoTurn::Uncommitted(phase) => anyhow!("the turn is not committed: {phase}"),
         }
     }
 }

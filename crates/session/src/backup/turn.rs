@@ -78,7 +78,7 @@ impl<O> Orders<O> {
 }
 
 /// The epochs of a log: those between two checkpoints, or behind one.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct LogSpan {
     machine: Epoch,
     last: Epoch,
@@ -98,17 +98,16 @@ impl LogSpan {
         self.machine
     }
 
-    /// Whether this batch, which has come, is of any use.
-    pub fn takes(&self, epoch: Epoch) -> Result<bool, String> {
-        if self.ended || epoch == self.last.next() {
-            return Ok(!self.ended);
+    /// Takes in this batch, which has come; false if it is of no more use.
+    pub fn take(&mut self, epoch: Epoch) -> Result<bool, String> {
+        if self.ended {
+            return Ok(false);
         }
-        Err(format!("batch {epoch} of the log came after {}", self.last))
-    }
-
-    /// This batch is taken in.
-    pub fn took(&mut self, epoch: Epoch) {
+        if epoch != self.last.next() {
+            return Err(format!("batch {epoch} of the log came after {}", self.last));
+        }
         self.last = epoch;
+        Ok(true)
     }
 
     /// An epoch comes that is a checkpoint again, with which it ends.
@@ -172,12 +171,11 @@ mod tests {
     fn checkpoints_come_before_a_log_and_when_it_ends() {
         let mut log = LogSpan::new(Epoch(7));
         assert!(log.may_come(Epoch(7)) && !log.may_come(Epoch(8)));
-        assert_eq!(log.takes(Epoch(8)), Ok(true));
-        log.took(Epoch(8));
-        assert!(log.takes(Epoch(8)).is_err() && log.takes(Epoch(10)).is_err());
+        assert_eq!(log.take(Epoch(8)), Ok(true));
+        assert!(log.take(Epoch(8)).is_err() && log.take(Epoch(10)).is_err());
         log.expect_end();
         assert!(log.may_come(Epoch(9)));
         assert!(log.end() && !log.end());
-        assert_eq!(log.takes(Epoch(9)), Ok(false));
+        assert_eq!(log.take(Epoch(9)), Ok(false));
     }
 }

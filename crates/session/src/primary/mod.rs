@@ -9,7 +9,7 @@ mod standing;
 mod turn;
 
 pub use due::{Asked, Guests, next_step};
-pub use turn::{Look, NoTurn, TURN_PATIENCE, Turning, Way};
+pub use turn::{Look, MACHINE, NoTurn, TURN_PATIENCE, Turning, Way};
 
 use crate::Place;
 use crate::hand_back::WinnersWord;

@@ -15,6 +15,9 @@ use understudy_protocol::{Epoch, PIPELINE_DEPTH, PrimaryPhase, Time, planted};
 /// an epoch, and its commit.
 pub const TURN_PATIENCE: Duration = Duration::from_secs(60);
 
+/// The machine as it was copied: the log of a session that begins in lockstep begins behind this epoch.
+pub const MACHINE: Epoch = Epoch(1);
+
 /// The way in which a backup keeps up, and since when.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Way {
@@ -25,7 +28,7 @@ pub struct Way {
 impl Way {
     /// The way of a session that begins, from its first checkpoint on.
     pub fn at_first(is_log: bool) -> Way {
-        Way { is_log, since: Epoch(1) }
+        Way { is_log, since: MACHINE }
     }
 
     /// Whether the backup gets a log.
@@ -217,7 +220,7 @@ impl<P> Turning<P> {
 
     /// Looks how far it has come.
     pub fn look(&mut self, now: Time, lead: &Lead) -> Look<P> {
-        let is_over = matches!(lead.phase(), PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_));
+        let is_over = lead.phase().is_over();
         let ended = |why| Look::Ended { why, left: None };
         match std::mem::replace(&mut self.state, State::Idle) {
             State::Answered(Ok(())) => Look::Ready,

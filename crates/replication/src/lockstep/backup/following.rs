@@ -38,14 +38,12 @@ pub(super) enum Turn {
 /// A log on its way to this host's QEMU.
 #[derive(Debug)]
 pub struct Following {
-    /// The log begins behind this epoch.
-    machine: Epoch,
     state: Waitable<State>,
     reads: Arc<Reads>,
     writes: Writes,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct State {
     feed: Feed,
     rate: Rate,
@@ -68,23 +66,6 @@ struct State {
 }
 
 impl State {
-    /// Of a log that begins behind this epoch.
-    fn new(machine: Epoch) -> State {
-        State {
-            feed: Feed::default(),
-            rate: Rate::default(),
-            span: LogSpan::new(machine),
-            asked: Asked::default(),
-            left: false,
-            progress: LogProgress::default(),
-            blocked: false,
-            begun: false,
-            given: 0,
-            recent: VecDeque::new(),
-            lag_at_failure: None,
-        }
-    }
-
     /// The time since the oldest log came that QEMU has not executed.
     fn lag(&self) -> Duration {
         self.feed.behind_since().map_or(Duration::ZERO, |since| clock::now() - since)
@@ -101,8 +82,7 @@ impl Following {
     /// A log that begins behind `epoch`, of a guest with so many disks.
     pub fn new(disk_reads: DiskReads, disks: usize, epoch: Epoch) -> Following {
         Following {
-            machine: epoch,
-            state: Waitable::new(State::new(epoch)),
+            state: Waitable::new(State { span: LogSpan::new(epoch), ..State::default() }),
             reads: Reads::new(disk_reads, disks),
             writes: Writes::default(),
         }
@@ -110,7 +90,7 @@ impl Following {
 
     /// The epoch behind which it begins.
     pub fn machine(&self) -> Epoch {
-        self.machine
+        self.state.lock().span.machine()
     }
 
     /// The reads of its guest.
@@ -126,11 +106,10 @@ impl Following {
     /// Takes a batch in; it may be acknowledged then. False if it is of no more use.
     pub fn take(&self, epoch: Epoch, log: &[u8]) -> anyhow::Result<bool> {
         let mut state = self.state.lock();
-        if !state.span.takes(epoch).map_err(anyhow::Error::msg)? {
+        if !state.span.take(epoch).map_err(anyhow::Error::msg)? {
             return Ok(false);
         }
         state.feed.receive(log, clock::now())?;
-        state.span.took(epoch);
         let received = state.feed.received().0;
         state.rate.note(received);
         self.state.wake();

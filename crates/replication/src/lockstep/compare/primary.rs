@@ -26,7 +26,7 @@ use understudy_qemu::hold::Hold;
 use understudy_qemu::lockstep::LogChannel;
 use understudy_report::comparison::words;
 use understudy_report::{ComparisonCounts, ComparisonReport, Difference, Part};
-use understudy_threads::{Mutex, Waitable, lock};
+use understudy_threads::{Mutex, Waitable, inherit, lock};
 
 /// The bytes that are read while the guest stands still: some 1 ms.
 const HOLD_BYTES: u64 = 4 << 20;
@@ -261,7 +261,7 @@ fn condemn(session: &Session, report: &ComparisonReport) {
     // Neither waits for the other: the backup may never hear it, and this host's disk may never answer.
     thread::scope(|scope| {
         let noting = thread::Builder::new().name("distrust".to_owned());
-        let noting = noting.spawn_scoped(scope, || session.note_distrust());
+        let noting = noting.spawn_scoped(scope, inherit(|| session.note_distrust()));
         tell(session, reason);
         if noting.is_err() {
             session.note_distrust();
