@@ -98,9 +98,12 @@ struct Before {
 
 impl Before {
     /// The past with them, unless the arbiter has another word by now.
-    fn into_past(self, past: Past) -> Result<Past, HostError> {
+    fn into_past(self, name: &VmName, past: Past) -> Result<Past, HostError> {
         if self.at.is_some_and(|at| at < past.newest) {
-            let message = "the VM was another host's meanwhile: ask again";
+            let message = format!(
+                "{name} is not started: the arbiter's record of it changed while this host waited for its former owners; \
+                 start it again"
+            );
             return Err(HostError::new(ErrorKind::Conflict, message));
         }
         Ok(past.after(self.lease))
@@ -120,7 +123,7 @@ impl Host {
         let adding = self.adding.lock();
         self.take_place_to_start(&name)?;
         self.check_free(&definition)?;
-        let past = former.into_past(self.check_images(&definition)?)?;
+        let past = former.into_past(&name, self.check_images(&definition)?)?;
         self.boot(definition.into(), past, adding)
     }
 
@@ -133,7 +136,7 @@ impl Host {
         self.take_place_to_start(name)?;
         let definition = self.checked_record(name)?;
         self.check_free(&definition)?;
-        let past = former.into_past(self.check_images(&definition)?)?;
+        let past = former.into_past(name, self.check_images(&definition)?)?;
         self.boot(definition.into(), past, adding)
     }
 

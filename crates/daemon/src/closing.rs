@@ -254,7 +254,7 @@ impl Host {
         self.powering_off.load(Ordering::Acquire)
     }
 
-    /// Whether the host takes nothing new: its daemon is about to end, or will be once its keepers have.
+    /// Whether the host takes no new backups: its daemon is about to end, or will be once its keepers have.
     pub(crate) fn is_going_down(&self) -> bool {
         self.is_closing() || ending::is_under_way(&self.config.state_dir)
     }

@@ -137,7 +137,7 @@ impl Host {
         start_schedules(&host);
         start_sampling(&host);
         let records = host.records.all();
-        // Before anybody starts one of these VMs.
+        // Begun before anybody starts one of these VMs.
         records.iter().for_each(|record| host.seal_left_lists(record));
         strangers::tell(&records, &host.config.name);
         lost::start(&host, &records).map_err(internal)?;

@@ -259,21 +259,8 @@ impl Host {
         let arbiter = self.ask_arbiter(name);
         let mut answers = vec![self.images_answer(name)?];
         let mut silent = Vec::new();
-        let known: Vec<_> = self.known_hosts().into_iter().collect();
-        let ask = |(peer, addresses): &(HostName, Vec<SocketAddr>)| {
-            (peer.clone(), self.ask(peer, addresses, name))
-        };
-        let ask = &ask;
-        let asked: Vec<_> = known
-            .chunks(ASKED_AT_ONCE)
-            .flat_map(|some| {
-                thread::scope(|scope| {
-                    let asking: Vec<_> =
-                        some.iter().map(|host| scope.spawn(move || ask(host))).collect();
-                    asking.into_iter().filter_map(|thread| thread.join().ok()).collect::<Vec<_>>()
-                })
-            })
-            .collect();
+        let asked =
+            self.ask_known(|peer, addresses| (peer.clone(), self.ask(peer, addresses, name)));
         for (peer, answer) in asked {
             match answer {
                 Ok(answer) => answers.push(answer),
@@ -281,6 +268,25 @@ impl Host {
             }
         }
         Ok(Inquiry::new(arbiter, answers, silent))
+    }
+
+    /// What comes of asking each known host, so many of them at the same time.
+    pub(crate) fn ask_known<T: Send>(
+        &self,
+        ask: impl Fn(&HostName, &[SocketAddr]) -> T + Sync,
+    ) -> Vec<T> {
+        let known: Vec<_> = self.known_hosts().into_iter().collect();
+        let ask = &ask;
+        let ask_some = |some: &[(HostName, Vec<SocketAddr>)]| {
+            thread::scope(|scope| {
+                let asking: Vec<_> = some
+                    .iter()
+                    .map(|(host, addresses)| scope.spawn(move || ask(host, addresses)))
+                    .collect();
+                asking.into_iter().filter_map(|thread| thread.join().ok()).collect::<Vec<_>>()
+            })
+        };
+        known.chunks(ASKED_AT_ONCE).flat_map(ask_some).collect()
     }
 
     fn ask(

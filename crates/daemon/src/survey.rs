@@ -1,5 +1,5 @@
-//! Survey of the hosts that could back a VM up, and how well: asked of every known host over
-//! the link between hosts, all at the same time.
+//! Survey of the hosts that could back a VM up, and how well: the configured peers and the
+//! roomiest members are asked over the link between hosts, all at the same time.
 
 use crate::containment;
 use crate::host::Host;
@@ -140,12 +140,13 @@ impl Host {
 
     /// Those of them that are asked to be a backup.
     fn surveyed_hosts(&self) -> BTreeMap<HostName, Vec<SocketAddr>> {
-        let (peers, mut known) = (self.peers(), self.known_hosts());
-        let others = self.members().into_iter().filter(|(name, _)| !peers.contains_key(name));
-        for host in beyond_the_roomiest(others.map(|(name, member)| (name, member.free_memory))) {
-            known.remove(&host);
+        let (peers, mut others) = (self.peers(), self.members());
+        others.retain(|name, _| !peers.contains_key(name));
+        let room = others.iter().map(|(name, member)| (name.clone(), member.free_memory));
+        for host in beyond_the_roomiest(room) {
+            others.remove(&host);
         }
-        known
+        others.into_iter().map(|(name, member)| (name, member.addresses)).chain(peers).collect()
     }
 
     /// Whether a host is a peer or a registered member. One that has just become a member is
@@ -164,7 +165,7 @@ impl Host {
         self.peers().values().any(is) || members.values().any(|known| is(&known.addresses))
     }
 
-    /// Asks every known host whether, and how well, it could back `vm` up.
+    /// Asks the [hosts that may be a backup](Host::surveyed_hosts) whether, and how well, each could back `vm` up.
     pub(crate) fn survey(self: &Arc<Self>, vm: &VmName, needs: &Needs) -> Vec<Candidate> {
         let known = self.surveyed_hosts();
         let (answers, answered) = crossbeam_channel::unbounded();

@@ -10,7 +10,6 @@ use std::fs;
 use std::net::SocketAddr;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
-use std::thread;
 use std::time::Duration;
 use understudy_protocol::wire::{Kind, SPOKEN};
 use understudy_protocol::{HostName, VmName};
@@ -60,18 +59,10 @@ impl Host {
         }
     }
 
-    /// All other hosts, asked at the same time.
+    /// All other hosts, asked as [`Host::ask_known`] does.
     fn upgrade_peers(&self, running: &Versions, next: Option<&NextQemu>) -> Vec<UpgradePeer> {
-        let known = self.known_hosts();
-        thread::scope(|scope| {
-            let ask = |(host, addresses): (HostName, Vec<SocketAddr>)| {
-                scope.spawn(move || {
-                    let answer = self.ask_versions(&host, &addresses);
-                    peer(running, next, host, answer)
-                })
-            };
-            let asking: Vec<_> = known.into_iter().map(ask).collect();
-            asking.into_iter().filter_map(|thread| thread.join().ok()).collect()
+        self.ask_known(|host, addresses| {
+            peer(running, next, host.clone(), self.ask_versions(host, addresses))
         })
     }
 

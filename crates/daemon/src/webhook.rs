@@ -106,8 +106,12 @@ impl Poster {
     /// Returns when the event was taken or refused, or the daemon ends.
     fn deliver(&self, event: &Event, journal: &Journal) {
         let (mut wait, since, url) = (WAITS[0], Instant::now(), self.url.shown());
-        let tell =
-            |why: &str| (self.tell)(Some(format!("[webhook]: {url} takes no events: {why}")));
+        let tell = |why: &str| {
+            let problem = format!(
+                "[webhook]: {url} did not take the last event: {why}; see to it, or to its address in the configuration"
+            );
+            (self.tell)(Some(problem));
+        };
         loop {
             match self.post(event) {
                 Answer::Taken => {

@@ -1,5 +1,6 @@
 //! Commands of users for a group: take a snapshot, restore one.
 
+use super::frames::listed;
 use super::placement::store_error;
 use super::restorer::{self, Job};
 use super::taker::Coordinator;
@@ -232,8 +233,8 @@ fn check_only(manifest: &Manifest) -> Result<(), HostError> {
 /// A cluster is restored as the configuration has it: members whose lists differ would not hear each other once one of
 /// them has moved.
 fn check_list(manifest: &Manifest, cluster: &ClusterConfig) -> Result<(), HostError> {
-    let saved: Vec<&str> = manifest.members.iter().map(|entry| &*entry.name).collect();
-    let members: Vec<&str> = cluster.members.keys().map(|name| &**name).collect();
+    let saved: Vec<VmName> = manifest.members.iter().map(|entry| entry.name.clone()).collect();
+    let members: Vec<VmName> = cluster.members.keys().cloned().collect();
     if saved == members {
         return Ok(());
     }
@@ -241,8 +242,8 @@ fn check_list(manifest: &Manifest, cluster: &ClusterConfig) -> Result<(), HostEr
     let message = format!(
         "snapshot {number} of {group} has the members {}, and [cluster.{group}] here {}: restore it with `members` as \
          they were, on all its hosts",
-        saved.join(", "),
-        members.join(", ")
+        listed(&saved),
+        listed(&members)
     );
     Err(HostError::new(ErrorKind::Conflict, message))
 }

@@ -207,7 +207,7 @@ impl Host {
             return Ok(());
         }
         let here = match here {
-            None => "in no cluster".to_owned(),
+            None => "in no cluster of several VMs".to_owned(),
             Some(here) => format!("in {} of {}", here.name, listed(&here.members)),
         };
         let message = format!(

@@ -90,7 +90,7 @@ impl Snapshots {
     }
 }
 
-/// Samples the VMs that run on a host, for as long as there is the host.
+/// Samples the VMs that run on a host, and lets go of what was kept of those that are gone, for as long as there is the host.
 pub(crate) fn start(host: &Arc<Host>) {
     let host = Arc::downgrade(host);
     // Of all VMs: it looks at one after the other.
@@ -117,6 +117,8 @@ pub(crate) fn start(host: &Arc<Host>) {
         }
     });
     if let Err(error) = started {
-        warn!("VMs are not sampled: cannot start a thread: {error}");
+        warn!(
+            "VMs are not sampled, and what was kept of those that are gone stays: cannot start a thread: {error}"
+        );
     }
 }

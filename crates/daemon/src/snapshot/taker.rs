@@ -192,7 +192,10 @@ fn publish(host: &Weak<Host>, store: &Store, writing: Writing, manifest: &Manife
         };
         if await_answer(store, &group, manifest) {
             if let Err(error) = store.end_writing(&writing) {
-                warn!("nothing is removed from the store for a day: {error}");
+                warn!("snapshot {number} of {group} still counts as being written: {error}");
+                if let Some(host) = host.upgrade() {
+                    host.note_unfinished(store, writing, &error);
+                }
             }
             return TakerEvent::Published;
         }

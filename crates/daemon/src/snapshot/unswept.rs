@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_report::events::EventKind;
-use understudy_snapshot::{Store, StoreAddress, Swept, Writing};
+use understudy_snapshot::{Store, StoreAddress, StoreError, Swept, Writing};
 
 /// Time after which a sweep that is owed is tried again.
 const AGAIN: Duration = Duration::from_secs(60);
@@ -32,7 +32,7 @@ struct Lack {
     owed: Option<Owed>,
     /// Reason why no sweep removes anything, as it was told.
     kept: Option<String>,
-    /// Snapshots that were given up and count as being written, since the store could not be told.
+    /// Snapshots that are over and count as being written, since the store could not be told.
     unfinished: Vec<Writing>,
 }
 
@@ -65,7 +65,12 @@ impl Unswept {
             Swept::Kept(reason) => {
                 lack.owed = None;
                 let former = lack.kept.replace(reason.clone());
-                (former.as_ref() != Some(reason)).then(|| reason.clone())
+                (former.as_ref() != Some(reason)).then(|| {
+                    format!(
+                        "{reason}; delete a snapshot that cannot be read, or have the version that can read it see to \
+                         the store"
+                    )
+                })
             }
         };
         if lack.owed.is_none() && lack.kept.is_none() && lack.unfinished.is_empty() {
@@ -74,7 +79,7 @@ impl Unswept {
         told.map(|reason| EventKind::NotSwept { store: store.to_owned(), reason })
     }
 
-    /// A snapshot was given up, and the store could not be told.
+    /// A snapshot is over, and the store could not be told.
     fn note_unfinished(&mut self, store: &str, writing: Writing) {
         self.0.entry(store.to_owned()).or_default().unfinished.push(writing);
     }
@@ -93,7 +98,12 @@ impl Lack {
         owed.last = now;
         let is_late = now.saturating_duration_since(owed.since) >= TOLD_AFTER;
         let tell = is_late && !std::mem::replace(&mut owed.told, is_late);
-        tell.then(|| format!("for a day it could not be: {why}"))
+        tell.then(|| {
+            format!(
+                "for a day it could not be (see that its hosts can write and delete there, and that their snapshots \
+                 end): {why}"
+            )
+        })
     }
 }
 
@@ -109,13 +119,21 @@ impl Host {
 
     /// Gives a snapshot up, and notes what has become of what was stored of it.
     pub(super) fn abandon_snapshot(&self, store: &Store, writing: Writing) {
-        let (begun, location) = (Instant::now(), store.location());
-        let swept = store.abandon(&writing, time_of(store)).unwrap_or_else(|error| {
-            warn!("what was stored of a snapshot that was given up: {error}");
-            self.snapshots.known.lock().unswept.note_unfinished(&location, writing);
-            Swept::Failed(error.to_string())
-        });
-        self.note_swept(&location, &swept, begun);
+        let begun = Instant::now();
+        match store.abandon(&writing, time_of(store)) {
+            Ok(swept) => self.note_swept(&store.location(), &swept, begun),
+            Err(error) => {
+                warn!("what was stored of a snapshot that was given up: {error}");
+                self.note_unfinished(store, writing, &error);
+            }
+        }
+    }
+
+    /// Notes that a snapshot which is over still counts as being written: the store is told before the next sweep.
+    pub(super) fn note_unfinished(&self, store: &Store, writing: Writing, why: &StoreError) {
+        let location = store.location();
+        self.snapshots.known.lock().unswept.note_unfinished(&location, writing);
+        self.note_swept(&location, &Swept::Failed(why.to_string()), Instant::now());
     }
 
     fn sweep_owed(&self) {

@@ -96,8 +96,6 @@ struct Recording<F> {
     open: BTreeSet<Member>,
     log: Vec<(Member, F)>,
     log_bytes: usize,
-    /// There were more frames than a log holds.
-    is_lost: bool,
 }
 
 impl<F: AsRef<[u8]>> Recording<F> {
@@ -107,7 +105,7 @@ impl<F: AsRef<[u8]>> Recording<F> {
         unread: Vec<(Member, F)>,
     ) -> Recording<F> {
         let log = Vec::new();
-        let mut recording = Recording { number, open, log, log_bytes: 0, is_lost: false };
+        let mut recording = Recording { number, open, log, log_bytes: 0 };
         unread.into_iter().for_each(|(from, frame)| recording.push(from, frame));
         recording
     }
@@ -115,13 +113,17 @@ impl<F: AsRef<[u8]>> Recording<F> {
     /// A frame was in flight.
     fn push(&mut self, from: Member, frame: F) {
         self.log_bytes = self.log_bytes.saturating_add(memory(&frame));
-        if self.log_bytes > LOGGED_BYTES {
-            (self.is_lost, self.log) = (true, Vec::new());
+        if self.is_lost() {
+            self.log = Vec::new();
             self.open.clear();
-        }
-        if !self.is_lost {
+        } else {
             self.log.push((from, frame));
         }
+    }
+
+    /// Whether there were more frames than a log holds.
+    fn is_lost(&self) -> bool {
+        self.log_bytes > LOGGED_BYTES
     }
 }
 
@@ -159,7 +161,8 @@ impl<F: AsRef<[u8]> + Clone> Cut<F> {
     /// Frames in flight to this member across the cut of its last snapshot, in the order of
     /// their arrival; none before [`CutAction::LogComplete`], nor ever if they are too many.
     pub fn log(&self) -> Option<&[(Member, F)]> {
-        let complete = |recording: &&Recording<F>| recording.open.is_empty() && !recording.is_lost;
+        let complete =
+            |recording: &&Recording<F>| recording.open.is_empty() && !recording.is_lost();
         let complete = self.recording.as_ref().filter(complete);
         complete.map(|recording| &recording.log[..])
     }
@@ -202,9 +205,9 @@ impl<F: AsRef<[u8]> + Clone> Cut<F> {
     fn record(&mut self, envelope: Envelope, frame: &F, actions: &mut Vec<CutAction<F>>) {
         let Envelope { from, number, .. } = envelope;
         let Some(recording) = &mut self.recording else { return };
-        if number < recording.number && !recording.is_lost {
+        if number < recording.number && !recording.is_lost() {
             recording.push(from, frame.clone());
-            if recording.is_lost {
+            if recording.is_lost() {
                 actions.push(CutAction::LogComplete(recording.number));
             }
         }

@@ -181,8 +181,7 @@ impl Store {
     }
 
     fn failed(&self, doing: impl Into<String>, why: impl ToString) -> StoreError {
-        let location = self.location.to_string();
-        StoreError::Failed { location, doing: doing.into(), why: why.to_string(), passes: false }
+        self.location.failed(&doing.into(), why)
     }
 
     /// The storage did not do what it was asked for.

@@ -171,13 +171,12 @@ fn versions(versions: &Versions) -> String {
 }
 
 fn next_qemu(next: &NextQemu) -> String {
-    let build = next.build.as_ref().map_or(String::new(), |build| format!(" (build {build})"));
-    match (&next.problem, &next.version) {
-        (Some(problem), _) => format!("WRONG: a restart does not run with it: {problem}"),
-        (None, version) => {
-            format!("a restart runs QEMU {}{build}", version.as_deref().unwrap_or("unknown"))
-        }
+    if let Some(problem) = &next.problem {
+        return format!("WRONG: a restart does not run with it: {problem}");
     }
+    let version = next.version.as_deref().unwrap_or("unknown");
+    let build = next.build.as_ref().map_or(String::new(), |build| format!(" (build {build})"));
+    format!("a restart runs QEMU {version}{build}")
 }
 
 fn describe_peer(report: &Report, peer: &UpgradePeer) -> String {
@@ -324,15 +323,20 @@ mod tests {
         assert!(describe(&report, true).contains("NOT YET: db, web run here"));
     }
 
+    /// What is said of a plan that one VM is in the way of.
+    fn not_yet(vm: &str, outcome: UpgradeOutcome) -> String {
+        let report = report(vec![step(vm, outcome)], (17, 18));
+        assert!(!report.is_ready(false));
+        let text = describe(&report, false);
+        assert!(text.contains("NOT YET"), "{text}");
+        text
+    }
+
     /// Scripts went on, and the VM was off until somebody noticed.
     #[test]
     fn a_vm_that_would_stay_off_is_no_less_than_one_that_needs_a_person() {
-        let off = UpgradeOutcome::ShutDown { comes_up_again: false };
-        let report = report(vec![step("web", off)], (17, 18));
-        assert!(!report.is_ready(false));
-        let text = describe(&report, false);
+        let text = not_yet("web", UpgradeOutcome::ShutDown { comes_up_again: false });
         assert!(text.contains("web: is asked to power off, and STAYS OFF"), "{text}");
-        assert!(text.contains("NOT YET"), "{text}");
     }
 
     #[test]
@@ -361,11 +365,8 @@ mod tests {
     fn whoever_must_act_first_is_told() {
         let outcome =
             UpgradeOutcome::NeedsPerson { reason: "copied".into(), remedy: "wait".into() };
-        let report = report(vec![step("db", outcome)], (17, 18));
-        assert!(!report.is_ready(false));
-        let text = describe(&report, false);
+        let text = not_yet("db", outcome);
         assert!(text.contains("db: NEEDS YOU: copied. To do: wait"), "{text}");
-        assert!(text.contains("NOT YET"), "{text}");
     }
 
     #[test]

@@ -18,20 +18,18 @@ pub enum Word {
 }
 
 impl Word {
-    /// Asks for it, which takes as long as the arbiter has.
-    pub fn ask(
-        arbiter: Option<&Arbiter>,
-        vm: &VmName,
-        host: &HostName,
-        generation: Generation,
-    ) -> Word {
-        let Some(arbiter) = arbiter else { return Word::Nobody };
-        let is_its =
-            |found: &Ownership| found.host.as_ref() == Some(host) && generation <= found.generation;
-        match arbiter.current(vm) {
-            Ok(found) if found.as_ref().is_some_and(is_its) => Word::Yes,
-            Ok(_) => Word::No,
-            Err(_) => Word::Silent,
+    /// Asks an arbiter for it, which takes as long as that has.
+    pub fn of(arbiter: Option<&Arbiter>) -> impl Fn(&VmName, &HostName, Generation) -> Word + '_ {
+        move |vm, host, generation| {
+            let Some(arbiter) = arbiter else { return Word::Nobody };
+            let is_its = |found: &Ownership| {
+                found.host.as_ref() == Some(host) && generation <= found.generation
+            };
+            match arbiter.current(vm) {
+                Ok(found) if found.as_ref().is_some_and(is_its) => Word::Yes,
+                Ok(_) => Word::No,
+                Err(_) => Word::Silent,
+            }
         }
     }
 }

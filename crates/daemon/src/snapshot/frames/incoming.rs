@@ -47,9 +47,7 @@ fn take(host: &Host, network: &Network, peer: &HostName, message: &Message) -> a
         Kind::Presence => {
             let presence = read_json(message, Kind::Presence)?;
             // Here, as what the host sends next counts only then.
-            network.learn(peer, presence, &|vm, owner, generation| {
-                Word::ask(host.arbiter.as_ref(), vm, owner, generation)
-            });
+            network.learn(peer, presence, &Word::of(host.arbiter.as_ref()));
         }
         kind => {
             ensure!(kind == Kind::Frames, "unexpected {kind:?} message between members");

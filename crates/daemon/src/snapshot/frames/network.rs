@@ -305,14 +305,14 @@ impl State {
     }
 
     /// Members that run on a host, as it says, by the numbers that they have here: its list may be another.
-    fn as_here(&self, presence: Presence) -> Vec<MemberCards> {
+    fn as_here(&self, presence: &Presence) -> Vec<MemberCards> {
         let said = presence.names.as_ref().unwrap_or(&self.names);
-        let as_here = |known: MemberCards| {
+        let as_here = |known: &MemberCards| {
             let name = said.get(known.member.index())?;
             let member = self.names.iter().position(|own| own == name)?;
-            Some(MemberCards { member: Member(member as u16), ..known })
+            Some(MemberCards { member: Member(member as u16), ..known.clone() })
         };
-        presence.members.into_iter().filter_map(as_here).collect()
+        presence.members.iter().filter_map(as_here).collect()
     }
 
     /// Words on the hosts whose list of members is another than that of those here.
@@ -369,7 +369,7 @@ impl State {
             return Vec::new();
         }
         let is_elsewhere = |place: &Place| *place != Place::Host(host.clone());
-        let doubtful = self.as_here(presence.clone()).into_iter().filter_map(|said| {
+        let doubtful = self.as_here(presence).into_iter().filter_map(|said| {
             let name = self.names.get(said.member.index())?;
             self.roster.place(said.member).filter(|&place| is_elsewhere(place))?;
             Some((said, name.clone()))
@@ -395,11 +395,10 @@ impl State {
         if self.doubtful(host, &presence).iter().any(|(said, _)| of(said)) {
             self.unanswered.insert(host.clone(), presence.clone());
         }
-        let is_other = self.has_other_list(host);
-        let members = self.as_here(presence);
-        let (members, strangers) = match is_other {
-            true => (Vec::new(), members),
-            false => (members, Vec::new()),
+        let mut members = self.as_here(&presence);
+        let strangers = match self.has_other_list(host) {
+            true => std::mem::take(&mut members),
+            false => Vec::new(),
         };
         self.roster.replace(host, members, words);
         for stranger in &strangers {
