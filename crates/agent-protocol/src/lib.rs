@@ -7,8 +7,8 @@
 //!    however it comes about, ends QEMU.
 //! 2. If the agent can pause the machine, the daemon may send [`ARM`], once, when QEMU's
 //!    monitors answer, with three descriptors beside it: a memfd with a [`PausePage`] (and a
-//!    [`DirtyArea`] behind it), an
-//!    bell, at which eight bytes are read when it rings, and the file for the device state.
+//!    [`DirtyArea`] behind it), a bell, at which eight bytes are read when it rings, and the
+//!    file for the device state.
 //! 3. A pause: the daemon writes [`Order::Begin`] into the page and rings the bell. The
 //!    agent stops the machine in QEMU's main loop ([`Answer::Stopped`]), saves the device
 //!    state ([`Answer::Saved`]) and waits for [`Order::Resume`] ([`Answer::Running`]) or

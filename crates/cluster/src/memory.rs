@@ -147,8 +147,8 @@ impl MemoryCapture {
         Ok(())
     }
 
-    /// The guest runs: saves all to the store. `base` is where the content of the last
-    /// base is.
+    /// The guest runs: saves all to the store. `base` is where the content of the base is; it counts
+    /// only if what changed since is known.
     pub fn save(
         mut self,
         store: &Store,

@@ -131,8 +131,7 @@ impl ChangeMap {
     /// Whether there is a map that is not sealed.
     pub fn is_open_at(path: &Path) -> bool {
         File::open(path).is_ok_and(|file| {
-            let is_whole = listed_bytes(&file).is_ok_and(|listed| listed.is_some());
-            is_whole && is_stamped(&file) && seal_in(&file).is_ok_and(|seal| seal == OPEN)
+            known_bytes(&file).is_some() && seal_in(&file).is_ok_and(|seal| seal == OPEN)
         })
     }
 
@@ -157,16 +156,14 @@ impl ChangeMap {
         // Whoever has it by now may have unsealed the map before that.
         let is_taken = is_in_use(&disk)?;
         if is_taken {
-            state.file.write_all_at(&OPEN.to_le_bytes(), SEAL_AT)?;
-            state.file.sync()?;
+            state.unseal()?;
         }
         Ok(!is_taken)
     }
 
     /// The bytes of the disk whose map is at `path`, if there is one.
     pub fn disk_bytes_at(path: &Path) -> Option<u64> {
-        let file = File::open(path).ok()?;
-        listed_bytes(&file).ok()?.filter(|_| is_stamped(&file))
+        known_bytes(&File::open(path).ok()?)
     }
 
     fn open_with(
@@ -208,8 +205,7 @@ impl ChangeMap {
     pub fn unseal(&self) -> io::Result<()> {
         let state = self.lock();
         state.file.write_all_at(&boot_id()?, BOOT_ID_AT)?;
-        state.file.write_all_at(&OPEN.to_le_bytes(), SEAL_AT)?;
-        state.file.sync()
+        state.unseal()
     }
 
     /// Seals the map, when nobody writes the image any more, after it was synced: it
@@ -332,6 +328,11 @@ impl State {
         State { file, all: false, unwritten: false, current, closing, rounds: None, kept }
     }
 
+    fn unseal(&self) -> io::Result<()> {
+        self.file.write_all_at(&OPEN.to_le_bytes(), SEAL_AT)?;
+        self.file.sync()
+    }
+
     fn is_marked(&self, granule: u64) -> bool {
         let (byte, bit) = place(granule);
         (self.current[byte] | self.closing[byte]) & bit != 0
@@ -389,6 +390,11 @@ fn place(granule: u64) -> (usize, u8) {
 
 fn bitmap_bytes(disk_bytes: u64) -> usize {
     disk_bytes.div_ceil(GRANULE_BYTES).div_ceil(8) as usize
+}
+
+/// Bytes of the disk that a whole map of a known kind is of.
+fn known_bytes(file: &File) -> Option<u64> {
+    listed_bytes(file).ok()?.filter(|_| is_stamped(file))
 }
 
 /// Bytes of the disk that a whole map is of.

@@ -29,7 +29,7 @@ fn output_waits_for_the_commit_of_its_epoch() {
         assert_eq!(port.drain_and_barrier(Epoch(2)), 2);
         qemu.send("2a");
         wait_for("the frame of epoch 2 to be held", || port.held_frames() == 3);
-        // Writes to a bridge are synchronous: what had leaked would come port.
+        // Writes to a bridge are synchronous: what had leaked would come first.
         marker.send("nothing was released");
         assert_eq!(watcher.receive(), "nothing was released");
 

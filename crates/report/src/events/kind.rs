@@ -329,9 +329,11 @@ impl EventKind {
 impl EventKind {
     /// Whether this says of something that goes on what `other` has said of it: what they have measured may differ.
     pub fn says_the_same(&self, other: &EventKind) -> bool {
+        if discriminant(self) != discriminant(other) {
+            return false;
+        }
         let (own, others) = (self.to_string(), other.to_string());
-        discriminant(self) == discriminant(other)
-            && own.split_whitespace().map(word).eq(others.split_whitespace().map(word))
+        own.split_whitespace().map(word).eq(others.split_whitespace().map(word))
     }
 }
 
@@ -425,11 +427,9 @@ impl fmt::Display for EventKind {
             SnapshotFailed { group, reason } => {
                 write!(f, "the snapshot of {group} that was due: {reason}")
             }
-            NotSwept { store, reason } => write!(
-                f,
-                "nothing is removed from the snapshot store {store} any more: {reason}; delete a snapshot that cannot be \
-                 read, or have the version that can read it see to the store"
-            ),
+            NotSwept { store, reason } => {
+                write!(f, "nothing is removed from the snapshot store {store} any more: {reason}")
+            }
             Restored { group, number } => write!(f, "runs as of snapshot {number} of {group}"),
             WrongTokens { from } => write!(
                 f,

@@ -65,17 +65,23 @@ fn ended_in_order(scene: &Scene, image: &Path, acked: u64) -> Result<String> {
     log_of(scene, "a")
 }
 
+/// Starts the guest, which then has written; its image, and what was acknowledged.
+fn begin_unprotected(scene: &Scene) -> Result<(PathBuf, u64)> {
+    scene.start_guest("a")?;
+    scene.await_guest()?;
+    let client = scene.record_client(PACE)?;
+    await_service(&client)?;
+    let image = scene.disk("a", 0)?;
+    let acked = close(client)?;
+    ensure!(needs_recovery(&image)?, "a mounted file system shows no journal to replay");
+    Ok((image, acked))
+}
+
 /// The power was cut, the journal was left to be replayed, and the record said "stopped".
 #[test]
 fn an_unprotected_guest_powers_off_with_its_daemon() {
     play(waiting(options().calm(), LIMIT.as_secs()), |scene| {
-        scene.start_guest("a")?;
-        scene.await_guest()?;
-        let client = scene.record_client(PACE)?;
-        await_service(&client)?;
-        let image = scene.disk("a", 0)?;
-        let acked = close(client)?;
-        ensure!(needs_recovery(&image)?, "a mounted file system shows no journal to replay");
+        let (image, acked) = begin_unprotected(scene)?;
         let log = terminate_in_order(scene, &image, acked)?;
         ensure!(!log.contains("power was cut"), "{log}");
         Ok(())
@@ -86,12 +92,7 @@ fn an_unprotected_guest_powers_off_with_its_daemon() {
 #[test]
 fn an_unprotected_guest_powers_off_when_all_processes_are_told_to_end() {
     play(waiting(options().calm(), LIMIT.as_secs()), |scene| {
-        scene.start_guest("a")?;
-        scene.await_guest()?;
-        let client = scene.record_client(PACE)?;
-        await_service(&client)?;
-        let image = scene.disk("a", 0)?;
-        let acked = close(client)?;
+        let (image, acked) = begin_unprotected(scene)?;
         let mut all = scene.host("a")?.namespace().processes()?;
         let daemon = scene.host("a")?.pid();
         ensure!(all.contains(&daemon) && all.len() > 1, "not the daemon and its QEMU: {all:?}");

@@ -4,7 +4,7 @@
 use crate::lazy::{HeldStore, Orphaned};
 use crate::refusals::says;
 use crate::stage::{
-    Calm, LIMIT, await_forgotten, daemon, hand_over, options, play, protect, refusal, vms,
+    Calm, LIMIT, await_forgotten, daemon, fail_at, hand_over, options, play, protect, refusal, vms,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -382,6 +382,15 @@ fn no_payment_is_lost_by_a_daemon_that_dies_while_its_member_is_loaded() {
     });
 }
 
+/// All members pay each other, and are snapshotted together; then the bank ends, and a VM that host b knows first.
+fn heard_by_all(bank: &Bank<'_>, b: &HostProcess, vm: &str) -> Result<()> {
+    bank.await_payments()?;
+    bank.audit()?;
+    bank.snapshot("b")?;
+    b.call(["vm", "stop", vm, "--force"])?;
+    bank.end()
+}
+
 /// A member moves to another host, while a second one stays, and back when its QEMU dies: all
 /// know where it is.
 #[test]
@@ -396,11 +405,7 @@ fn a_member_that_fails_over_is_heard_by_all() {
         bank.await_payments()?;
         protect(b, &vm, &["--to", "a"])?;
         b.kill_qemu(&vm)?;
-        bank.await_payments()?;
-        bank.audit()?;
-        bank.snapshot("b")?;
-        b.call(["vm", "stop", &vm, "--force"])?;
-        bank.end()
+        heard_by_all(&bank, b, &vm)
     });
 }
 
@@ -410,10 +415,8 @@ fn a_member_that_fails_over_is_heard_by_all() {
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_member_that_cannot_join_at_once_joins_later() {
     let mut options = bank_options().calm();
-    let daemon = options.daemons.get_mut("b").expect("a member's host");
     // The first that joins there is its own.
-    let point = "join-cluster=1*off->4*return->off".to_owned();
-    daemon.environment.push(("FAILPOINTS".to_owned(), point));
+    fail_at(&mut options, "b", "join-cluster=1*off->4*return->off");
     play(options, |scene| {
         let bank = Bank::found(scene)?;
         let (vm, a, b) = (name(0), scene.host("a")?, scene.host("b")?);
@@ -425,11 +428,7 @@ fn a_member_that_cannot_join_at_once_joins_later() {
         };
         wait_for("host b to say that it is outside", LIMIT, || Ok(is_outside()?.then_some(())))?;
         wait_for("it to have joined", LIMIT, || Ok((!is_outside()?).then_some(())))?;
-        bank.await_payments()?;
-        bank.audit()?;
-        bank.snapshot("b")?;
-        b.call(["vm", "stop", &vm, "--force"])?;
-        bank.end()
+        heard_by_all(&bank, b, &vm)
     });
 }
 

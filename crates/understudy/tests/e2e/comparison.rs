@@ -4,7 +4,7 @@
 use crate::deaths::{await_rounds, unharmed};
 use crate::lockstep::{BUSY, await_divergences, await_repaired, in_lockstep, lockstep};
 use crate::stage::{
-    Calm, LIMIT, LOAD_PACE, await_degraded, await_service, options, play, play_protected,
+    Calm, LIMIT, LOAD_PACE, await_degraded, await_service, fail_at, options, play, play_protected,
     prove_survival, refusal, repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
@@ -97,8 +97,7 @@ fn a_byte_of_a_mirror_is_another() {
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_divergence_that_the_backup_does_not_hear_of_is_not_forgotten() {
     let mut options = repairing();
-    let daemon = options.daemons.get_mut("a").expect("a host a");
-    daemon.environment.push(("FAILPOINTS".to_owned(), "condemn=1*return".to_owned()));
+    fail_at(&mut options, "a", "condemn=1*return");
     play_protected(options, |scene, client| {
         in_lockstep(scene, "a")?;
         let image = OpenOptions::new().write(true).open(scene.disk("b", 0)?)?;

@@ -135,7 +135,7 @@ fn a_backup_that_cannot_read_its_mirror_leaves_the_vm_to_its_primary() {
 }
 
 /// A test as above, where the next session once believed all of that mirror but what had changed
-/// since. Host b notes nothing of it, as if its disk took no write: it is on record on host a.
+/// since. With fail points host b notes nothing of it, as if its disk took no write: it is on record on host a.
 #[test]
 fn a_backup_whose_mirror_is_wrong_leaves_the_vm_to_its_primary() {
     let mut options = options().calm();

@@ -6,8 +6,8 @@
 use crate::cluster_deaths::Moment;
 use crate::refusals::log_of;
 use crate::stage::{
-    Calm, LIMIT, PACE, alone, await_forgotten, await_service, close, daemon_passing, fail_over,
-    hand_over, options, play, protection, prove_disk, refusal, repairing_daemon, vms,
+    Calm, LIMIT, PACE, alone, await_forgotten, await_service, close, daemon_passing, fail_at,
+    fail_over, hand_over, options, play, protection, prove_disk, refusal, repairing_daemon, vms,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -228,8 +228,7 @@ fn a_group_is_protected_again_by_itself() {
 fn a_group_that_is_unprotected_as_it_is_about_to_be_protected_again_stays_so() {
     let again = Moment::new();
     let mut options = repairing();
-    let point = ("FAILPOINTS".to_owned(), again.action("protect-group-again", ""));
-    options.daemons.get_mut("a").expect("a host a").environment.push(point);
+    fail_at(&mut options, "a", &again.action("protect-group-again", ""));
     play_group_with(options, |scene, client, inner| {
         inner.stop()?;
         scene.host_mut("b")?.kill_everything()?;

@@ -7,8 +7,8 @@ use crate::refusals::log_of;
 use crate::sick_disks::Failing;
 use crate::snapshot::store;
 use crate::stage::{
-    Calm, LIMIT, PACE, await_degraded, await_service, daemon, options, play, play_protected,
-    protect, prove_survival, refusal, refused,
+    Calm, LIMIT, PACE, await_degraded, await_service, daemon, fail_at, options, play,
+    play_protected, protect, prove_survival, refusal, refused,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
@@ -116,8 +116,7 @@ fn with_etcd_a_sole_owner_freezes_without_it_and_goes_on() {
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_guest_whose_qemu_does_not_answer_at_once_goes_on_all_the_same() {
     let mut options = short(ArbiterKind::File);
-    let daemon = options.daemons.get_mut("a").expect("a host a");
-    daemon.environment.push(("FAILPOINTS".to_owned(), "let-go=2*return".to_owned()));
+    fail_at(&mut options, "a", "let-go=2*return");
     play_protected(options, |scene, client| {
         unprotect(scene)?;
         hide(scene, ArbiterKind::File, "a")?;
@@ -375,8 +374,7 @@ fn a_restore_by_force_waits_until_a_silent_host_lets_nothing_out() {
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_second_restore_by_force_waits_as_the_first_did() {
     let mut options = short(ArbiterKind::File);
-    let daemon = options.daemons.get_mut("b").expect("a host");
-    daemon.environment.push(("FAILPOINTS".to_owned(), "restore-claimed=1*return".to_owned()));
+    fail_at(&mut options, "b", "restore-claimed=1*return");
     play_protected(options, |scene, client| {
         let store = store(scene);
         scene.host("a")?.call(["vm", "snapshot", VM, "--store", &store])?;
@@ -407,8 +405,7 @@ fn a_restore_by_force_is_refused_while_the_arbiter_names_no_owner() {
     let (asks, loaded) = (Moment::new(), Moment::new());
     let mut options = short(ArbiterKind::File);
     let points = [asks.action("ask-owner", "1*"), loaded.action("restore-loaded", "1*")];
-    let daemon = options.daemons.get_mut("b").expect("a host");
-    daemon.environment.push(("FAILPOINTS".to_owned(), points.join(";")));
+    fail_at(&mut options, "b", &points.join(";"));
     play_protected(options, |scene, client| {
         let store = store(scene);
         scene.host("a")?.call(["vm", "snapshot", VM, "--store", &store])?;
@@ -439,8 +436,7 @@ fn a_restore_by_force_is_refused_while_the_arbiter_names_no_owner() {
 fn an_owner_that_is_back_before_its_vm_is_claimed_keeps_it() {
     let claims = Moment::new();
     let mut options = short(ArbiterKind::File);
-    let daemon = options.daemons.get_mut("b").expect("a host");
-    daemon.environment.push(("FAILPOINTS".to_owned(), claims.action("before-claim", "1*")));
+    fail_at(&mut options, "b", &claims.action("before-claim", "1*"));
     play_protected(options, |scene, client| {
         unprotect(scene)?;
         await_lease(scene)?;

@@ -255,12 +255,18 @@ fn without_an_arbiter_nothing_is_protected() {
     });
 }
 
+/// A directory of programs that QEMU's user, too, may run.
+fn open_directory() -> tempfile::TempDir {
+    let place = tempfile::tempdir().unwrap();
+    fs::set_permissions(place.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    place
+}
+
 /// The daemon's knowledge is of the QEMU that was there when it began: another was once started as
 /// if it were that.
 #[test]
 fn a_qemu_that_was_upgraded_underneath_is_not_started() {
-    let place = tempfile::tempdir().unwrap();
-    fs::set_permissions(place.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let place = open_directory();
     let paths = std::env::var_os("PATH").unwrap_or_default();
     let mut programs = std::env::split_paths(&paths).map(|it| it.join("qemu-system-x86_64"));
     let installed = programs.find(|program| program.is_file()).expect("no QEMU in PATH");
@@ -293,8 +299,7 @@ fn a_qemu_that_was_upgraded_underneath_is_not_started() {
 /// Its own was no file any more: what was preloaded into QEMU was the next release's, which may speak another version.
 #[test]
 fn an_agent_that_was_replaced_underneath_is_used_as_it_was() {
-    let place = tempfile::tempdir().unwrap();
-    fs::set_permissions(place.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let place = open_directory();
     let library = place.path().join("agent.so");
     for keepers in ["", "keepers = true\n"] {
         let mut options = quick();
@@ -321,8 +326,7 @@ fn an_agent_that_was_replaced_underneath_is_used_as_it_was() {
 /// The plan compared the QEMU that the daemon had asked; the next one runs that which is installed.
 #[test]
 fn the_plan_of_an_upgrade_is_about_the_qemu_that_is_installed() {
-    let place = tempfile::tempdir().unwrap();
-    fs::set_permissions(place.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let place = open_directory();
     let [program, cache] = ["qemu-system-x86_64", "cache"].map(|name| place.path().join(name));
     let installed = find_qemu().unwrap();
     std::os::unix::fs::symlink(&installed, &program).unwrap();

@@ -7,8 +7,8 @@ use crate::sick_disks::Failing;
 use crate::sick_hosts::Hanging;
 use crate::snapshot::{json, store};
 use crate::stage::{
-    LIMIT, await_forgotten, await_service, close, daemon_passing, hand_over, play, protection,
-    prove_disk, prove_survival, refusal, restart_daemon, run,
+    LIMIT, await_forgotten, await_service, close, daemon_passing, fail_at, hand_over, play,
+    protection, prove_disk, prove_survival, refusal, restart_daemon, run,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -136,9 +136,7 @@ impl Dying {
         let file = directory.path().join("dies");
         fs::write(&file, "")?;
         let mut options = with_keepers();
-        let daemon = options.daemons.get_mut("a").context("no host a")?;
-        let point = format!("{point}=return({})", file.display());
-        daemon.environment.push(("FAILPOINTS".to_owned(), point));
+        fail_at(&mut options, "a", &format!("{point}=return({})", file.display()));
         Ok((Dying { file, _directory: directory }, options))
     }
 
@@ -565,12 +563,6 @@ fn a_keeper_without_leases_leaves_none_of_the_last_one() {
         scene.await_guest()?;
         stop(scene)
     });
-}
-
-/// Gives a host's daemon and its keepers fail points.
-fn fail_at(options: &mut SceneOptions, host: &str, points: &str) {
-    let daemon = options.daemons.get_mut(host).expect("a host of the scene");
-    daemon.environment.push(("FAILPOINTS".to_owned(), points.to_owned()));
 }
 
 /// The next keeper found an older generation on record, and killed the guest: whoever was to note the new one had ended

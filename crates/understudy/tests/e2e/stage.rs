@@ -66,6 +66,12 @@ pub fn daemon() -> HostOptions {
     if patience() > 1 { options.calm() } else { options }
 }
 
+/// Has a host of the scene, and its keepers, pass these fail points.
+pub fn fail_at(options: &mut SceneOptions, host: &str, points: &str) {
+    let daemon = options.daemons.get_mut(host).expect("a host of the scene");
+    daemon.environment.push(("FAILPOINTS".to_owned(), points.to_owned()));
+}
+
 /// [`daemon`] that is patient, and passes these fail points.
 pub fn daemon_passing(points: impl Into<String>) -> HostOptions {
     let environment = vec![("FAILPOINTS".to_owned(), points.into())];
