@@ -104,8 +104,8 @@ impl PausePage {
 
     /// The daemon is about to ring the bell for a new pause.
     pub fn begin(&self, errand: LogErrand) {
-        self.answer.set(Answer::None as u32);
-        self.errand.set(errand as u32);
+        self.answer.put(Answer::None as u32);
+        self.errand.put(errand as u32);
         self.rung.store(monotonic(), Ordering::Relaxed);
         self.give(Order::Begin);
     }

@@ -26,6 +26,11 @@ impl Word {
         self.0.load(Ordering::Acquire)
     }
 
+    /// Changes it while nobody waits.
+    pub fn put(&self, value: u32) {
+        self.0.store(value, Ordering::Release);
+    }
+
     /// Changes it and wakes who waits.
     pub fn set(&self, value: u32) {
         self.0.store(value, Ordering::Release);

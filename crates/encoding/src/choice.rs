@@ -5,7 +5,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::time::Duration;
-use understudy_protocol::PAGE_SIZE;
+use understudy_protocol::{PAGE_SIZE, PageIndex};
 
 /// Choice of compression by a user.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -103,8 +103,30 @@ const SUPPOSED: Gain =
 /// must be able to come twice.
 const DELTA_SPAN: u64 = 2;
 
-/// Deltas that did not pay rest for so many spans.
-const DELTA_REST: u64 = 8;
+/// While deltas rest, one page in so many is looked up all the same: what it saves tells when they pay again. A
+/// database that is being filled writes no page twice, and then writes the same ones for hours.
+const SAMPLED_ONE_OF: u64 = 16;
+
+/// The pages that are looked up in the cache, and are in it from then on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LookUp {
+    All,
+    Sample,
+    None,
+}
+
+impl LookUp {
+    pub fn has(self, index: PageIndex) -> bool {
+        match self {
+            LookUp::All => true,
+            // By no pattern: pages of one kind may lie at even distances.
+            LookUp::Sample => {
+                (index.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32).is_multiple_of(SAMPLED_ONE_OF)
+            }
+            LookUp::None => false,
+        }
+    }
+}
 
 /// Decides for one session, message by message.
 #[derive(Debug)]
@@ -115,6 +137,8 @@ pub(crate) struct Choice {
     messages: u64,
     general: Gain,
     delta: Gain,
+    /// Seconds that a look-up took when all pages were looked up.
+    look_up: f64,
     references: Gain,
     /// Pages until the next verdict about deltas.
     span: u64,
@@ -161,6 +185,7 @@ impl Choice {
             messages: 0,
             general: Gain::default(),
             delta: Gain::default(),
+            look_up: 0.0,
             references: SUPPOSED,
             span,
             until_verdict: span,
@@ -214,20 +239,35 @@ impl Choice {
         }
     }
 
-    /// `pages` were looked up, or would have been.
+    /// The pages of the next message that are looked up.
+    pub fn look_up(&self) -> LookUp {
+        match (self.methods().xor, self.asked) {
+            (true, _) => LookUp::All,
+            (false, Compression::Auto) => LookUp::Sample,
+            (false, _) => LookUp::None,
+        }
+    }
+
+    /// `pages` were looked up.
     pub fn delta_did(&mut self, pages: u64, took: Duration, saved_bytes: u64) {
         if self.asked != Compression::Auto {
             return;
         }
-        if !self.resting {
-            self.delta.add(pages, took.as_secs_f64(), saved_bytes);
-        }
-        self.until_verdict = self.until_verdict.saturating_sub(pages);
+        let (one_of, seconds) = match self.resting {
+            false => (1, took.as_secs_f64()),
+            // Most of that went into the pages that were not.
+            true => (SAMPLED_ONE_OF, pages as f64 * self.look_up),
+        };
+        self.delta.add(pages, seconds, saved_bytes);
+        self.until_verdict = self.until_verdict.saturating_sub(pages * one_of);
         if self.until_verdict > 0 {
             return;
         }
-        self.resting = !self.resting && !self.delta.pays(self.byte);
-        self.until_verdict = self.span * if self.resting { DELTA_REST } else { 1 };
+        if !self.resting {
+            self.look_up = self.delta.seconds / self.delta.pages;
+        }
+        self.resting = !self.delta.pays(self.byte);
+        self.until_verdict = self.span;
         self.delta = Gain::default();
     }
 }
@@ -267,17 +307,31 @@ mod tests {
     }
 
     #[test]
-    fn deltas_that_never_hit_rest_and_are_tried_again() {
+    fn deltas_that_never_hit_rest_until_a_sample_hits() {
         let mut choice = choice(FAST);
-        assert!(choice.methods().xor);
+        assert_eq!(choice.look_up(), LookUp::All);
         choice.delta_did(200, Duration::from_micros(200), 0);
         assert!(!choice.methods().xor);
-        choice.delta_did(200 * (DELTA_REST - 1), Duration::ZERO, 0);
-        assert!(!choice.methods().xor);
-        choice.delta_did(200, Duration::ZERO, 0);
-        assert!(choice.methods().xor);
-        choice.delta_did(200, Duration::from_micros(200), 200 * 4000);
+        assert_eq!(choice.look_up(), LookUp::Sample);
+        // Looking a page up took a microsecond, whatever else is done in the time of these messages.
+        let sampled = 200u64.div_ceil(SAMPLED_ONE_OF);
+        choice.delta_did(sampled, Duration::from_secs(1), sampled * 400);
+        assert!(!choice.methods().xor, "they save less than they cost");
+        choice.delta_did(sampled - 1, Duration::from_secs(1), sampled * 4000);
+        assert!(!choice.methods().xor, "too few to know");
+        choice.delta_did(1, Duration::from_secs(1), 0);
         assert!(choice.methods().xor, "they pay now");
+        assert_eq!(choice.look_up(), LookUp::All);
+        choice.delta_did(200, Duration::from_micros(200), 200 * 4000);
+        assert!(choice.methods().xor);
+    }
+
+    #[test]
+    fn a_sample_is_one_page_in_sixteen_however_they_lie() {
+        for step in [1, 2, 16, 512, 4096] {
+            let sampled = (0..16_000).filter(|i| LookUp::Sample.has(PageIndex(i * step))).count();
+            assert!((700..1400).contains(&sampled), "{sampled} of 16 000 at a distance of {step}");
+        }
     }
 
     #[test]
@@ -288,6 +342,10 @@ mod tests {
         assert_eq!(choice.next_message(), methods);
         choice.references_did(100_000, Duration::from_secs(1), 0);
         assert_eq!(choice.next_message(), methods);
+        assert_eq!(choice.look_up(), LookUp::All);
+        for none in [Compression::None, Compression::General] {
+            assert_eq!(asked(none).look_up(), LookUp::None);
+        }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The primary's side: pages to messages.
 
 use crate::cache::PageCache;
-use crate::choice::{Choice, saved};
+use crate::choice::{Choice, LookUp, saved};
 use crate::message::{DELTA, GENERAL, Index, RAW, REFERENCE, ZERO};
 use crate::{Counters, EncodingPlan, Methods, Page, Reference, delta, is_zero_page};
 use std::ops::Range;
@@ -20,6 +20,8 @@ pub struct Encoder {
     cpu_clock: fn() -> Duration,
     choice: Choice,
     cache: PageCache,
+    /// The pages that the cache has its pages of.
+    cached: LookUp,
     counters: Counters,
     work: Work,
 }
@@ -59,6 +61,7 @@ impl Encoder {
             cpu_clock,
             choice: Choice::new(plan),
             cache: PageCache::new(plan.cache_pages),
+            cached: LookUp::None,
             counters: Counters::default(),
             work: Work::default(),
         }
@@ -95,17 +98,13 @@ impl Encoder {
         find: impl Fn(&Page) -> Option<Reference>,
     ) -> EncodedPages<'a> {
         let before = self.counters;
-        let mut methods = self.choice.next_message();
-        methods.xor &= !first;
-        if !methods.xor {
-            // What is sent from here on would not be in it.
-            self.cache.clear();
-        }
+        let methods = self.choice.next_message();
+        self.look_up_from_now_on(if first { LookUp::None } else { self.choice.look_up() });
         let start = (self.cpu_clock)();
-        self.find_deltas(runs, content, methods);
+        self.find_deltas(runs, content);
         let found = (self.cpu_clock)();
         if !first {
-            self.judge_deltas(found.saturating_sub(start));
+            self.judge_deltas(self.counters.lookups - before.lookups, found.saturating_sub(start));
         }
         if !first && methods.references {
             self.find_references(runs, content, find, found);
@@ -125,22 +124,30 @@ impl Encoder {
         EncodedPages { parts }
     }
 
+    /// What is sent and not looked up must not be in the cache, which would not know of it.
+    fn look_up_from_now_on(&mut self, pages: LookUp) {
+        if pages != self.cached && pages != LookUp::All {
+            self.cache.clear();
+        }
+        self.cached = pages;
+    }
+
     /// The first pass: zero pages, and what the cache knows.
-    fn find_deltas(&mut self, runs: &[PageRun], content: &[u8], methods: Methods) {
+    fn find_deltas(&mut self, runs: &[PageRun], content: &[u8]) {
         self.work.plans.clear();
         self.work.deltas.clear();
         for (block, index, page) in pages(runs, content) {
-            let zero = is_zero_page(page);
-            let plan = match methods.xor {
-                _ if zero => {
+            let is_looked_up = self.cached.has(index);
+            let plan = match is_zero_page(page) {
+                true => {
                     if let Some(cached) =
-                        methods.xor.then(|| self.cache.get(block, index)).flatten()
+                        is_looked_up.then(|| self.cache.get(block, index)).flatten()
                     {
                         cached.fill(0);
                     }
                     Plan::Zero
                 }
-                true => self.look_up(block, index, page),
+                false if is_looked_up => self.look_up(block, index, page),
                 false => Plan::Other,
             };
             self.work.plans.push(plan);
@@ -169,10 +176,9 @@ impl Encoder {
         self.choice.references_did(tried, took, found);
     }
 
-    fn judge_deltas(&mut self, took: Duration) {
-        let plans = &self.work.plans;
-        let pages = plans.iter().filter(|plan| !matches!(plan, Plan::Zero)).count() as u64;
-        self.choice.delta_did(pages, took, plans.iter().map(Plan::saved).sum());
+    fn judge_deltas(&mut self, looked_up: u64, took: Duration) {
+        let saved = self.work.plans.iter().map(Plan::saved).sum();
+        self.choice.delta_did(looked_up, took, saved);
     }
 
     fn look_up(&mut self, block: BlockId, index: PageIndex, page: &Page) -> Plan {

@@ -37,8 +37,8 @@ const USER_TIMEOUT: Duration = Duration::from_secs(30);
 pub enum Next {
     /// Nothing, perhaps: the message leaves at once.
     Unknown,
-    /// Another one, immediately: the end of the message may travel with it, so that the peer is
-    /// woken once for both. If nothing comes after all, the system sends it 0.2 s later.
+    /// Another one for certain, immediately: the end of the message may travel with it, so that the peer is
+    /// woken once for both, and waits for it.
     Message,
 }
 

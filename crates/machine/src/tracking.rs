@@ -38,6 +38,32 @@ impl Tracker {
         }
     }
 
+    /// A pre-copy round, while the guest runs: finds pages of main memory alone, and none that will be found in the
+    /// pause in any case. The same holds for those it finds.
+    pub fn scan_before(&mut self, dirty: &mut DirtySet) -> anyhow::Result<()> {
+        match self {
+            Tracker::Scans(tracker) => Ok(tracker.scan_before(dirty)?),
+            Tracker::Log(tracker) => tracker.scan_before(dirty),
+        }
+    }
+
+    /// An epoch is over whose scans found `found`.
+    pub fn learn(&mut self, found: &DirtySet) {
+        match self {
+            Tracker::Scans(tracker) => tracker.learn(found),
+            // Whatever the log has given is logged anew.
+            Tracker::Log(_) => {}
+        }
+    }
+
+    /// The number of pages that the next pre-copy round leaves for the pause.
+    pub fn hot_pages(&self) -> u64 {
+        match self {
+            Tracker::Scans(tracker) => tracker.hot_pages(),
+            Tracker::Log(_) => 0,
+        }
+    }
+
     /// The approximate number of pages that the next scan will find.
     pub fn count(&mut self) -> anyhow::Result<u64> {
         match self {
@@ -87,6 +113,15 @@ impl LogTracker {
 
     fn scan(&mut self, dirty: &mut DirtySet) -> anyhow::Result<()> {
         self.others.scan(dirty)?;
+        self.add_logged(dirty)
+    }
+
+    fn scan_before(&mut self, dirty: &mut DirtySet) -> anyhow::Result<()> {
+        dirty.clear();
+        self.add_logged(dirty)
+    }
+
+    fn add_logged(&mut self, dirty: &mut DirtySet) -> anyhow::Result<()> {
         self.collect()?;
         self.agent.take_dirty_log(|_, first, count| {
             dirty.push(PageRun { block: self.main, first: PageIndex(first), count });

@@ -27,6 +27,7 @@ mod dirty;
 mod error;
 mod fault;
 mod guard;
+mod hot;
 mod kernel;
 mod mapping;
 mod mappings;

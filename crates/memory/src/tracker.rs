@@ -1,14 +1,15 @@
 //! Finding the pages that the guest wrote.
 
-use crate::area::{Reprotect, ScanArea};
+use crate::area::{Hot, Reprotect, ScanArea};
+use crate::hot::HotPages;
 use crate::kernel::{AddressRange, Pagemap, Userfaultfd};
 use crate::untracked::ComparedBlock;
-use crate::{DirtySet, MemoryError, RamBlock, workers};
+use crate::{DirtySet, MAIN_MEMORY, MemoryError, RamBlock, workers};
 use std::sync::Arc;
 use understudy_protocol::PAGE_SIZE;
 
 /// Part of a block that one thread scans at a time.
-const SLICE_BYTES: u64 = 64 << 20;
+const SLICE_BYTES: u64 = 128 << 20;
 
 /// The number of page tables (2 MiB of touched memory each) from which on several threads repay
 /// being woken.
@@ -33,7 +34,10 @@ pub struct DirtyTracker {
     pagemap: Pagemap,
     tracked: Vec<TrackedBlock>,
     slices: Vec<Slice>,
+    /// So many of them, the first ones, are of main memory.
+    main_slices: usize,
     compared: Vec<ComparedBlock>,
+    hot: HotPages,
 }
 
 #[derive(Debug)]
@@ -43,7 +47,7 @@ struct TrackedBlock {
 }
 
 impl DirtyTracker {
-    /// Registers `blocks` of QEMU's process `pid`, whose agent made `userfaultfd`.
+    /// Registers `blocks` of QEMU's process `pid`, main memory first, whose agent made `userfaultfd`.
     ///
     /// Nothing is seen before [`DirtyTracker::arm`].
     pub fn attach(
@@ -65,7 +69,9 @@ impl DirtyTracker {
             pagemap,
             tracked: Vec::new(),
             slices: Vec::new(),
+            main_slices: 0,
             compared: Vec::new(),
+            hot: HotPages::default(),
         };
         for block in blocks {
             tracker.add(block, reprotect)?;
@@ -83,6 +89,9 @@ impl DirtyTracker {
             Ok(()) => {
                 self.tracked.push(TrackedBlock { block: block.clone(), range });
                 self.slices.extend(Slice::divide(block, range, reprotect));
+                if block.id() == MAIN_MEMORY {
+                    self.main_slices = self.slices.len();
+                }
             }
             Err(source) => self.compared.push(ComparedBlock::new(block, source)?),
         }
@@ -101,13 +110,34 @@ impl DirtyTracker {
     /// Finds the pages written since the last scan (or [`DirtyTracker::arm`]) and protects
     /// them again. `dirty` is emptied first.
     ///
-    /// What is reported was written, or read for the first time: a page comes into being then.
+    /// What is reported was written, or read for the first time: a page comes into being then. Pages
+    /// that were written in [each of the last epochs](DirtyTracker::learn) are reported unasked.
     ///
-    /// With the guest running this is a pre-copy round; with the guest paused, what it finds
-    /// is the rest. Once `dirty` has grown to size, nothing is allocated.
+    /// With the guest paused, what it finds is the rest of an epoch. Once `dirty` has grown to size,
+    /// nothing is allocated.
     pub fn scan(&mut self, dirty: &mut DirtySet) -> Result<(), MemoryError> {
+        self.scan_alive(dirty, Part::Everything)
+    }
+
+    /// A pre-copy round, while the guest runs: finds pages of main memory alone, and none that will be
+    /// found in the pause in any case, since the guest writes them in every epoch.
+    pub fn scan_before(&mut self, dirty: &mut DirtySet) -> Result<(), MemoryError> {
+        self.scan_alive(dirty, Part::Precopied)
+    }
+
+    /// An epoch is over whose scans found `found`: what was in each of the last ones is not protected in the next one.
+    pub fn learn(&mut self, found: &DirtySet) {
+        self.hot.learn(found);
+    }
+
+    /// The number of pages that the next pre-copy round leaves for the pause.
+    pub fn hot_pages(&self) -> u64 {
+        self.hot.pages()
+    }
+
+    fn scan_alive(&mut self, dirty: &mut DirtySet, part: Part) -> Result<(), MemoryError> {
         dirty.clear();
-        let scanned = self.scan_everything(dirty);
+        let scanned = self.scan_part(dirty, part);
         // Last, so that it vouches for all of the scan: an epoch in which QEMU died must not
         // look like one in which nothing was written.
         let alive = self.pagemap.check_alive();
@@ -115,34 +145,30 @@ impl DirtyTracker {
         scanned
     }
 
-    fn scan_everything(&mut self, dirty: &mut DirtySet) -> Result<(), MemoryError> {
+    fn scan_part(&mut self, dirty: &mut DirtySet, part: Part) -> Result<(), MemoryError> {
+        let hot = (&self.hot, if part == Part::Everything { Hot::Found } else { Hot::Left });
         let tables: usize = self.slices.iter().map(|slice| slice.area.armed_tables()).sum();
+        let slices = match part {
+            Part::Everything => &mut self.slices[..],
+            Part::Precopied => &mut self.slices[..self.main_slices],
+        };
         if tables >= PARALLEL_TABLES {
-            self.scan_in_parallel(dirty)?;
+            scan_in_parallel(slices, &self.pagemap, hot, dirty)?;
         } else {
-            for Slice { area, .. } in &mut self.slices {
-                area.scan(&self.pagemap, dirty)?;
+            for Slice { area, .. } in slices {
+                area.scan(&self.pagemap, hot, dirty)?;
             }
         }
-        self.compared.iter_mut().try_for_each(|block| block.scan(dirty))
+        match part {
+            Part::Everything => self.compared.iter_mut().try_for_each(|block| block.scan(dirty)),
+            Part::Precopied => Ok(()),
+        }
     }
 
     /// The approximate number of pages that the next scan will find: memory that is touched for the
     /// first time is not counted. Changes nothing; the guest may run.
     pub fn count(&mut self) -> Result<u64, MemoryError> {
         self.slices.iter_mut().map(|slice| slice.area.count(&self.pagemap)).sum()
-    }
-
-    fn scan_in_parallel(&mut self, dirty: &mut DirtySet) -> Result<(), MemoryError> {
-        let pagemap = &self.pagemap;
-        workers::for_each(&mut self.slices, |Slice { area, written }| {
-            written.clear();
-            area.scan(pagemap, written)
-        })?;
-        for slice in &self.slices {
-            dirty.append(&slice.written);
-        }
-        Ok(())
     }
 
     /// Ends tracking: writes run at full speed again and are no longer seen.
@@ -169,6 +195,27 @@ impl Drop for DirtyTracker {
             tracing::debug!("end of tracking: {e}");
         }
     }
+}
+
+/// The part of a machine's memory that a scan is about.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Part {
+    Everything,
+    Precopied,
+}
+
+fn scan_in_parallel(
+    slices: &mut [Slice],
+    pagemap: &Pagemap,
+    hot: (&HotPages, Hot),
+    dirty: &mut DirtySet,
+) -> Result<(), MemoryError> {
+    workers::for_each(slices, |Slice { area, written }| {
+        written.clear();
+        area.scan(pagemap, hot, written)
+    })?;
+    slices.iter().for_each(|slice| dirty.append(&slice.written));
+    Ok(())
 }
 
 /// A part of a tracked block.

@@ -20,6 +20,9 @@ const READ_BYTES: usize = 128 << 10;
 /// Bytes that are sealed at once: the lock is held for so long.
 const SEAL_BYTES: usize = 128 << 10;
 
+/// Sealed bytes that may wait for the next message, so that the system is called once for both.
+const MOST_WAITING: usize = 64 << 10;
+
 /// Longest time, and most reads, for which bytes of a peer that is refused are still taken.
 const PARTING: Duration = Duration::from_millis(500);
 const MOST_PARTING_READS: u32 = 16;
@@ -32,7 +35,7 @@ pub struct NotTls;
 /// The TLS state of a connection; the socket stays its owner's.
 pub struct TlsStream {
     state: Mutex<State>,
-    /// The writer's: held until what was sealed is on its way, in order.
+    /// The writer's, with what waits for the next message: held until what was sealed is on its way, in order.
     outgoing: Mutex<Vec<u8>>,
     peer: CertificateDer<'static>,
 }
@@ -112,7 +115,7 @@ impl TlsStream {
             && opened.is_ok_and(|opened| opened.plaintext_bytes_to_read() == 0)
     }
 
-    /// Writes everything.
+    /// Writes everything; a small rest waits for what comes [next](Next::Message).
     pub fn write_all(
         &self,
         socket: &TcpStream,
@@ -120,16 +123,14 @@ impl TlsStream {
         next: Next,
     ) -> io::Result<()> {
         let mut outgoing = lock(&self.outgoing);
-        outgoing.clear();
         let mut batch = Vec::with_capacity(slices.len());
         let mut bytes = 0;
         for slice in slices {
             for piece in slice.chunks(SEAL_BYTES) {
                 if bytes + piece.len() > SEAL_BYTES {
                     self.seal(&batch, &mut outgoing)?;
-                    write_all(socket, &mut [IoSlice::new(&outgoing)], next)?;
+                    flush(socket, &mut outgoing, next)?;
                     batch.clear();
-                    outgoing.clear();
                     bytes = 0;
                 }
                 batch.push(IoSlice::new(piece));
@@ -137,7 +138,10 @@ impl TlsStream {
             }
         }
         self.seal(&batch, &mut outgoing)?;
-        write_all(socket, &mut [IoSlice::new(&outgoing)], next)
+        if next == Next::Message && outgoing.len() <= MOST_WAITING {
+            return Ok(());
+        }
+        flush(socket, &mut outgoing, next)
     }
 
     /// Seals small parts together: each record costs some time and bytes of its own.
@@ -170,6 +174,13 @@ impl State {
             self.connection.process_new_packets().map_err(io::Error::other)?;
         }
     }
+}
+
+/// Writes what was sealed; after an error the connection is of no use.
+fn flush(socket: &TcpStream, outgoing: &mut Vec<u8>, next: Next) -> io::Result<()> {
+    let written = write_all(socket, &mut [IoSlice::new(outgoing)], next);
+    outgoing.clear();
+    written
 }
 
 fn another_reads() -> io::Error {

@@ -107,6 +107,10 @@ struct Capturer<'a> {
     /// Allowances of frames that go along with their epoch.
     allowances: Vec<Allowance>,
     last_pages: u64,
+    /// Time of the last scan.
+    scanned: Time,
+    /// Pages that this epoch's scans have found so far.
+    found: DirtySet,
     /// Closing of the epoch that is being closed, if a snapshot is made of it.
     closing: Option<Closing>,
     /// Bytes that the guest had sent and was given when the last epoch was closed.
@@ -133,6 +137,8 @@ impl<'a> Capturer<'a> {
             device_state: Vec::new(),
             allowances: super::outbound::allowances(machine),
             last_pages: 0,
+            scanned: clock::now(),
+            found: DirtySet::new(),
             closing: None,
             carried_bytes: session.carried(),
             urgency: urgency(session, machine),
@@ -274,19 +280,23 @@ impl<'a> Capturer<'a> {
         let mut watch = Stopwatch::start();
         timing.output_waited_ms = self.output_waited(watch.started).map(milliseconds);
         let captured = self.pause_and_copy(cut, &mut watch, &mut timing);
+        // Whoever sends is to find the whole of the epoch, and does where it gets no processor before.
+        let queued = captured.map(|stopped| {
+            // Of a log that ended others may have gone meanwhile.
+            let epoch = timing.epoch;
+            timing.total_ms = milliseconds(watch.now - watch.started);
+            self.session.note_resumed();
+            self.last_pages = timing.pages + timing.precopied_pages;
+            self.session.stats.captured(timing, watch.now);
+            self.session.pace.captured(epoch, self.last_pages, began);
+            self.queue(epoch, cut, stopped);
+        });
         drop(guard);
         self.urgency = urgent;
         drop(unlimited);
         disks.iter().for_each(|disk| disk.end_checkpoint());
-        let stopped = captured?;
-        // Of a log that ended others may have gone meanwhile.
-        let epoch = timing.epoch;
-        timing.total_ms = milliseconds(watch.now - watch.started);
-        self.session.note_resumed();
-        self.last_pages = timing.pages + timing.precopied_pages;
-        self.session.stats.captured(timing, watch.now);
-        self.session.pace.captured(epoch, self.last_pages, began);
-        self.queue(epoch, cut, stopped);
+        queued?;
+        self.learn();
         let carried = self.session.carried();
         let checkpoint = LastCheckpoint {
             started: watch.started,
@@ -297,6 +307,13 @@ impl<'a> Capturer<'a> {
         self.session.group.rendezvous().resumed(checkpoint, &self.session.policy);
         self.session.group.ring_others();
         Ok(())
+    }
+
+    /// Tells the tracker which pages the epoch's scans have found.
+    fn learn(&mut self) {
+        self.found.append(&self.dirty);
+        self.tracker.learn(&self.found);
+        self.found.clear();
     }
 
     /// The time that the first output of the epoch that runs has waited now, if there is any.
@@ -316,13 +333,17 @@ impl<'a> Capturer<'a> {
 
     fn precopy(&mut self, epoch: Epoch) -> anyhow::Result<u64> {
         // A guess, which spares a scan.
-        if self.last_pages < PRECOPY_PAGES || !self.session.pace.may_precopy(0, &[]) {
+        let expected = self.last_pages.saturating_sub(self.tracker.hot_pages());
+        if expected < PRECOPY_PAGES || !self.session.pace.may_precopy(0, &[]) {
             return Ok(0);
         }
         let mut sent = Vec::new();
         for _ in 0..PRECOPY_ROUNDS {
-            self.tracker.scan(&mut self.dirty)?;
+            let began = clock::now();
+            let written_for = began - std::mem::replace(&mut self.scanned, began);
+            self.tracker.scan_before(&mut self.dirty)?;
             let found = self.dirty.pages();
+            self.found.append(&self.dirty);
             if !self.session.pace.may_precopy(found, &sent) {
                 // No scan will find them any more.
                 self.carried.append(&self.dirty);
@@ -330,8 +351,7 @@ impl<'a> Capturer<'a> {
             }
             sent.push(found);
             self.send_dirty(epoch)?;
-            // So few are written in the time of a round that another gains nothing.
-            if found < PRECOPY_PAGES {
+            if !pays_another_round(found, written_for, clock::now() - began) {
                 break;
             }
         }
@@ -368,6 +388,7 @@ impl<'a> Capturer<'a> {
         if saved_first {
             pause.saved(&mut self.device_state)?;
         }
+        self.scanned = clock::now();
         self.tracker.scan(&mut self.dirty)?;
         self.dirty.unite(&self.carried);
         timing.scan_ms = watch.lap();
@@ -439,6 +460,13 @@ impl<'a> Capturer<'a> {
     }
 }
 
+/// Whether another round of pre-copy pays after one that took `round` and found so many pages, written in
+/// `written_for`: one that finds few costs a scan more than it spares the pause.
+fn pays_another_round(found: u64, written_for: Duration, round: Duration) -> bool {
+    let again = found as f64 * round.as_secs_f64() / written_for.as_secs_f64().max(1e-9);
+    again >= PRECOPY_PAGES as f64
+}
+
 fn urgency(session: &Session, machine: &Machine) -> Option<Urgency> {
     let disks = machine.disks();
     let threads = disks.iter().filter_map(|disk| disk.server_thread());
@@ -471,5 +499,26 @@ impl Stopwatch {
     fn lap(&mut self) -> f64 {
         let before = std::mem::replace(&mut self.now, clock::now());
         milliseconds(self.now - before)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_round_pays_only_if_much_was_written_during_the_last() {
+        let pays = |found, written_for, round| {
+            let micros = Duration::from_micros;
+            pays_another_round(found, micros(written_for), micros(round))
+        };
+        assert!(!pays(450, 9_000, 600), "a database's epoch");
+        assert!(!pays(0, 9_000, 600));
+        assert!(!pays(0, 0, 0));
+        assert!(pays(50_000, 200_000, 60_000), "much of it is written again meanwhile");
+        assert!(!pays(2_000, 200_000, 4_000));
+        // The second of these rounds found what was written during the first.
+        assert!(pays(15_000, 60_000, 20_000));
+        assert!(!pays(300, 20_000, 500));
     }
 }

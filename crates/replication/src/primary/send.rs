@@ -9,6 +9,7 @@ use crate::messages::{PageBatch, Piece, ToBackup};
 use crate::moments::strike;
 use crate::sync::ByteBudget;
 use crossbeam_channel::{Receiver, Sender};
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
@@ -51,6 +52,8 @@ pub struct Outbox {
 #[derive(Debug)]
 pub struct Outflow {
     queue: Receiver<Outgoing>,
+    /// The item that comes next, if it has been looked at already.
+    next: RefCell<Option<Outgoing>>,
     budget: Arc<ByteBudget>,
 }
 
@@ -58,7 +61,8 @@ pub struct Outflow {
 pub fn queue() -> (Outbox, Outflow) {
     let (sender, receiver) = crossbeam_channel::unbounded();
     let budget = Arc::new(ByteBudget::new(QUEUE_BYTES));
-    (Outbox { queue: sender, budget: budget.clone() }, Outflow { queue: receiver, budget })
+    let outflow = Outflow { queue: receiver, next: RefCell::default(), budget: budget.clone() };
+    (Outbox { queue: sender, budget }, outflow)
 }
 
 impl Outbox {
@@ -95,6 +99,24 @@ impl Outbox {
     }
 }
 
+impl Outflow {
+    fn try_take(&self) -> Option<Outgoing> {
+        self.next.take().or_else(|| self.queue.try_recv().ok())
+    }
+
+    /// What goes out behind the item that was taken last.
+    fn next(&self) -> Next {
+        let mut next = self.next.borrow_mut();
+        if next.is_none() {
+            *next = self.queue.try_recv().ok();
+        }
+        match &*next {
+            None | Some(Outgoing::Forget | Outgoing::End) => Next::Unknown,
+            Some(_) => Next::Message,
+        }
+    }
+}
+
 impl Outgoing {
     fn bytes(&self) -> u64 {
         match self {
@@ -120,7 +142,7 @@ pub fn send_all(outflow: &Outflow, session: &Session) -> io::Result<()> {
             strike("send", &session.vm);
         }
         let bytes = item.bytes();
-        let next = if outflow.queue.is_empty() { Next::Unknown } else { Next::Message };
+        let next = outflow.next();
         sending.send(item, next)?;
         outflow.budget.give_back(bytes);
     }
@@ -147,7 +169,7 @@ struct Sending<'a> {
 impl Sending<'_> {
     /// The queue's next item; none when nobody can send more.
     fn next(&mut self, outflow: &Outflow) -> Option<Outgoing> {
-        if let Ok(item) = outflow.queue.try_recv() {
+        if let Some(item) = outflow.try_take() {
             return Some(item);
         }
         let item = outflow.queue.recv().ok();

@@ -266,15 +266,16 @@ impl Session {
             &PrimaryAction::Release(epoch) => {
                 fail::fail_point!("before-release");
                 strike("release", &self.vm);
-                if self.is_checkpoint(epoch) {
-                    self.stats.committed(epoch, clock::now());
-                    self.pace.committed(epoch, clock::now());
-                }
+                let committed = clock::now();
                 for port in self.machine().ports() {
                     port.release_through(epoch, decided);
                 }
                 if let Some(console) = &self.console {
                     console.release_through(epoch);
+                }
+                if self.is_checkpoint(epoch) {
+                    self.stats.committed(epoch, committed);
+                    self.pace.committed(epoch, committed);
                 }
             }
             &PrimaryAction::Permit(length) => {
