@@ -27,7 +27,7 @@ enum State {
         link: Link,
         /// The beginning of a message.
         partial: Vec<u8>,
-        /// Whether there may be more than was heard.
+        /// Whether something came that was not heard yet.
         more: bool,
     },
 }
@@ -78,7 +78,14 @@ impl Line {
         self.link().map(AsFd::as_fd)
     }
 
-    /// Whether it is to be heard whatever its descriptor says.
+    /// Notes that its descriptor is readable, or at its end.
+    pub fn note_arrival(&mut self) {
+        if let State::Up { more, .. } = &mut self.state {
+            *more = true;
+        }
+    }
+
+    /// Whether it is to be heard.
     pub fn has_more(&self) -> bool {
         matches!(self.state, State::Up { more: true, .. })
     }
@@ -86,7 +93,9 @@ impl Line {
     /// Hears what has come.
     pub fn hear(&mut self) -> Heard {
         let State::Up { link, partial, more } = &mut self.state else { return Heard::Nothing };
-        *more = false;
+        if !std::mem::take(more) {
+            return Heard::Nothing;
+        }
         for count in 0..AT_ONCE {
             match link.receive_arrived(partial) {
                 Ok(Some(message)) if message.header.kind == Kind::Heartbeat => {}

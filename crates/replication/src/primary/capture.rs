@@ -8,6 +8,7 @@ mod turns;
 use super::send::Outgoing;
 use super::session::Session;
 use super::stats::milliseconds;
+use super::written::Written;
 use crate::clock;
 use crate::lockstep::primary::{Followed, MACHINE};
 use crate::messages::{Piece, device_state};
@@ -99,6 +100,8 @@ struct Capturer<'a> {
     machine: &'a Machine,
     tracker: &'a mut Tracker,
     staging: PageStaging,
+    /// What a look begins with: it costs less than a count of pages.
+    written: Written,
     dirty: DirtySet,
     piece: DirtySet,
     /// Pages to be copied with the next checkpoint, whatever is found then.
@@ -129,6 +132,7 @@ impl<'a> Capturer<'a> {
         Ok(Capturer {
             session,
             machine,
+            written: Written::of(machine, tracker)?,
             tracker,
             staging: PageStaging::new(pool),
             dirty: DirtySet::new(),
@@ -324,6 +328,10 @@ impl<'a> Capturer<'a> {
 
     /// Looks how much the guest has written, and cuts its epoch short if it is too much.
     fn look(&mut self) -> anyhow::Result<()> {
+        let most = self.written.most();
+        if most.is_some_and(|most| !self.session.pace.may_be_too_much(most)) {
+            return Ok(());
+        }
         let dirty = self.tracker.count()?;
         if self.session.pace.looked(dirty) {
             self.session.cut_short();

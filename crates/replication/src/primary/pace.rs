@@ -64,6 +64,7 @@ impl Pace {
         let mut state = lock(&self.state);
         self.qemu_pid.store(qemu_pid, Ordering::Release);
         state.vcpus = Vcpus::Free;
+        state.throttle.moved();
     }
 
     /// An epoch was captured; the first of its pages were queued at `began`.
@@ -81,6 +82,11 @@ impl Pace {
     /// The time to wait before somebody looks how much the guest has written, if at all.
     pub fn next_look(&self) -> Option<Duration> {
         lock(&self.state).throttle.next_look(clock::now())
+    }
+
+    /// Whether the guest's pages are to be counted; see [`Throttle::may_be_too_much`].
+    pub fn may_be_too_much(&self, most: u64) -> bool {
+        lock(&self.state).throttle.may_be_too_much(most, clock::now())
     }
 
     /// The guest has written `dirty` pages so far; true if its epoch is to be cut short.
