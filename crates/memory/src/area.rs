@@ -34,9 +34,6 @@ const WRITTEN_PER_CLEAN: u64 = 8;
 /// The most clean pages that are passed over to save a call, where that costs nothing else.
 const MOST_CLEAN: u64 = 256;
 
-/// More calls than this that leave hot pages out cost more than these do.
-const MOST_CALLS: usize = 64;
-
 /// The way in which a scan protects again what was written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reprotect {
@@ -183,8 +180,7 @@ impl ScanArea {
                 .scan_only(start, range.end(), &mut self.looked)
                 .map_err(|e| self.error("PAGEMAP_SCAN", e))?;
             self.divide(count, pages);
-            let calls = calls(&self.cold, self.reprotect).count();
-            if self.reprotect == Reprotect::AtOnce && calls > MOST_CALLS {
+            if self.reprotect == Reprotect::AtOnce && !self.hot_repay() {
                 let all = AddressRange { start, bytes: stopped_at - start };
                 self.protect_written(pagemap, all, found)?;
             } else {

@@ -26,8 +26,8 @@ impl Faults {
         })
     }
 
-    /// Their number: it grows by no less than the pages that a [`DirtyTracker`](crate::DirtyTracker) counts, since the
-    /// first write to each is one. None of a process that is gone.
+    /// Their number: it grows by no less than the pages that a [`DirtyTracker`](crate::DirtyTracker) counts, but for
+    /// [hot ones](crate::DirtyTracker::hot_pages), since the first write to each is one. None of a process that is gone.
     pub fn count(&self) -> Option<u64> {
         let mut text = [0; STAT_BYTES];
         let read = self.0.read_at(&mut text, 0).ok()?;

@@ -153,10 +153,11 @@ impl Throttle {
     }
 
     /// Whether the pages of the epoch that runs are to be counted, which costs something: by now the guest has written
-    /// `most` pages at most since some time, always the same. If not, that was the look.
-    pub fn may_be_too_much(&mut self, most: u64, now: Time) -> bool {
+    /// `most` pages at most since some time, always the same, beside `hot` ones that count as written in any case. If
+    /// not, that was the look.
+    pub fn may_be_too_much(&mut self, most: u64, hot: u64, now: Time) -> bool {
         self.written.seen = most;
-        let may_be = self.fills_target(most.saturating_sub(self.written.before));
+        let may_be = self.fills_target(most.saturating_sub(self.written.before) + hot);
         if !may_be {
             self.last_look = now;
         }
@@ -327,17 +328,18 @@ mod tests {
     #[test]
     fn pages_are_counted_only_where_they_may_be_too_much() {
         let mut throttle = slow_link();
-        assert!(throttle.may_be_too_much(5_000, at(300)), "nobody knows since when");
-        assert!(throttle.may_be_too_much(5_600, at(325)), "the epoch is still the same");
+        assert!(throttle.may_be_too_much(5_000, 0, at(300)), "nobody knows since when");
+        assert!(throttle.may_be_too_much(5_600, 0, at(325)), "the epoch is still the same");
         throttle.captured(Epoch(2), 10, at(330));
         throttle.committed(Epoch(2), at(340));
         // Since the look before it: some of these were in the epoch before.
-        assert!(!throttle.may_be_too_much(6_199, at(355)));
+        assert!(!throttle.may_be_too_much(6_199, 0, at(355)));
         assert_eq!(throttle.next_look(at(360)), Some(Duration::from_millis(20)), "that was a look");
-        assert!(throttle.may_be_too_much(6_200, at(380)));
+        assert!(throttle.may_be_too_much(6_200, 0, at(380)));
+        assert!(throttle.may_be_too_much(6_000, 200, at(380)));
         throttle.captured(Epoch(3), 10, at(390));
         throttle.moved();
-        assert!(throttle.may_be_too_much(900, at(415)), "the count of another QEMU");
+        assert!(throttle.may_be_too_much(900, 0, at(415)), "the count of another QEMU");
     }
 
     #[test]
@@ -413,7 +415,8 @@ mod tests {
                 }
                 let due = throttle.next_look(at(now)) == Some(Duration::ZERO);
                 let cut = due && throttle.looked(dirty as u64, at(now));
-                let scans_now = due && sparing.may_be_too_much(f64::ceil(written) as u64, at(now));
+                let scans_now =
+                    due && sparing.may_be_too_much(f64::ceil(written) as u64, 0, at(now));
                 assert_eq!(scans_now && sparing.looked(dirty as u64, at(now)), cut, "{guest}");
                 assert_eq!(sparing.share(), throttle.share());
                 (scans, looks) = (scans + u32::from(scans_now), looks + u32::from(due));

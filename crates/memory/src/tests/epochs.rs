@@ -454,7 +454,6 @@ fn no_write_to_a_hot_page_is_lost(reprotect: Reprotect) {
         found.clear();
         let hot = tracker.hot_pages();
         tracker.scan_before(&mut dirty).unwrap();
-        assert!(dirty.pages() + hot <= 800 || hot == 0, "{} beside {hot}", dirty.pages());
         send(&dirty);
         found.append(&dirty);
         tracker.scan(&mut dirty).unwrap();

@@ -328,8 +328,8 @@ impl<'a> Capturer<'a> {
 
     /// Looks how much the guest has written, and cuts its epoch short if it is too much.
     fn look(&mut self) -> anyhow::Result<()> {
-        let most = self.written.most();
-        if most.is_some_and(|most| !self.session.pace.may_be_too_much(most)) {
+        let (most, hot) = (self.written.most(), self.tracker.hot_pages());
+        if most.is_some_and(|most| !self.session.pace.may_be_too_much(most, hot)) {
             return Ok(());
         }
         let dirty = self.tracker.count()?;

@@ -85,8 +85,8 @@ impl Pace {
     }
 
     /// Whether the guest's pages are to be counted; see [`Throttle::may_be_too_much`].
-    pub fn may_be_too_much(&self, most: u64) -> bool {
-        lock(&self.state).throttle.may_be_too_much(most, clock::now())
+    pub fn may_be_too_much(&self, most: u64, hot: u64) -> bool {
+        lock(&self.state).throttle.may_be_too_much(most, hot, clock::now())
     }
 
     /// The guest has written `dirty` pages so far; true if its epoch is to be cut short.
