@@ -45,7 +45,7 @@ impl Arbiter {
                 (Kind::File(FileArbiter::new(path, host)), path.display().to_string())
             }
             ArbiterConfig::Etcd(config) => {
-                let place = format!("{}{}", config.endpoints.join(","), config.prefix);
+                let place = format!("{}{}", config.endpoints, config.prefix);
                 (Kind::Etcd(EtcdArbiter::new(Etcd::new(config)?, host)), place)
             }
         };

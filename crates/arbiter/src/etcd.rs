@@ -52,8 +52,8 @@ impl Etcd {
     /// of its `[arbiter]` section.
     pub fn new(config: &EtcdConfig) -> anyhow::Result<Etcd> {
         Ok(Etcd {
-            access: Arc::new(Access::new(config.tls.as_ref())?),
-            endpoints: config.endpoints.clone().into(),
+            access: Arc::new(Access::new(config.endpoints.tls())?),
+            endpoints: config.endpoints.urls().collect(),
             prefix: config.prefix.clone(),
             preferred: Arc::default(),
         })

@@ -41,7 +41,7 @@ mod source;
 mod webhook;
 
 pub use api::{Access, ApiConfig};
-pub use arbiter::{ArbiterConfig, EtcdConfig, EtcdTls};
+pub use arbiter::{ArbiterConfig, EtcdConfig, EtcdEndpoints, EtcdTls};
 pub use cluster::{ClusterConfig, Schedule};
 pub(crate) use detection::LONGEST_LEASE;
 pub use ending::Ending;
