@@ -220,8 +220,8 @@ impl Session {
     /// The epoch is committed: what its part is worth for a take-over is kept.
     fn commit(&self) {
         let Ok(mut part) = self.staged.1.try_recv() else { return };
-        self.frames.commit(&mut part);
-        let other = self.turn_of(&part);
+        self.frames.commit(part.epoch, &std::mem::take(&mut part.outbound));
+        let other = part.turn.and_then(|turn| self.commit_turn(turn));
         let _ = self.commits.send(Committed { part, other });
     }
 
