@@ -69,12 +69,6 @@ impl Groundwork {
     }
 }
 
-/// A name that no session ever had.
-pub fn fresh_session(host: &str, vm: &VmName) -> io::Result<String> {
-    let unique = fs::read_to_string("/proc/sys/kernel/random/uuid")?;
-    Ok(format!("{host}/{vm}/{}", unique.trim()))
-}
-
 /// Notes the changes of a machine's disks from now on, if nobody does yet. Returns the
 /// sessions since which they were noted.
 pub fn track(machine: &Machine, records: &Records, directory: &Path) -> anyhow::Result<Sessions> {

@@ -18,6 +18,7 @@ use crate::messages::{ToPrimary, WholeEpoch};
 use crate::moments::strike;
 use crate::paths::PathMonitor;
 use crate::records::Records;
+use crate::sessions::SessionName;
 use crate::sync::ByteBudget;
 use crossbeam_channel::{Receiver, Sender};
 use std::path::PathBuf;
@@ -49,7 +50,7 @@ pub struct Session {
     /// The VM's name.
     pub vm: VmName,
     /// Names the session; the heartbeat connection asks for it.
-    pub id: String,
+    pub id: SessionName,
     /// The primary's host name.
     pub primary: HostName,
     /// The wire version that is spoken with it.
