@@ -1,7 +1,7 @@
 //! The checks of what a host's configuration names: its address, the arbiter, the peers.
 
 use super::Check;
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use std::fs;
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::fs::MetadataExt;
@@ -146,11 +146,18 @@ enum Tried {
     Fills,
 }
 
-/// Every endpoint answers with what the whole cluster knows; changes nothing.
+/// Every endpoint answers with what the whole cluster knows, which is one and the same; changes nothing.
 fn try_etcd(config: &EtcdConfig) -> anyhow::Result<Tried> {
+    let mut first = None;
     for endpoints in config.endpoints.each() {
         let alone = EtcdConfig { endpoints, ..config.clone() };
-        Etcd::new(&alone)?.get::<serde_json::Value>("/doctor")?;
+        let (_, cluster) = Etcd::new(&alone)?.get_from::<serde_json::Value>("/doctor")?;
+        let known = *first.get_or_insert(cluster);
+        ensure!(
+            cluster == known,
+            "{} is a member of the cluster {cluster}, the first endpoint one of {known}",
+            alone.endpoints
+        );
     }
     Ok(match Etcd::new(config)?.keeps_all(MANY_REVISIONS)? {
         true => Tried::Fills,
