@@ -8,6 +8,7 @@ use crate::identity::{self, Memory};
 use crate::identity::{ArbiterId, ArbiterName};
 use crate::in_etcd::EtcdArbiter;
 use crate::key::Key;
+use std::cell::Cell;
 use std::path::Path;
 use std::sync::Arc;
 use understudy_protocol::{Generation, LeaseAnswer, LeaseErrand, Ownership, Renewal, Verdict};
@@ -45,7 +46,7 @@ impl Arbiter {
                 (Kind::File(FileArbiter::new(path, host)), path.display().to_string())
             }
             ArbiterConfig::Etcd(config) => {
-                let place = format!("{}{}", config.endpoints.join(","), config.prefix);
+                let place = format!("{}{}", config.endpoints, config.prefix);
                 (Kind::Etcd(EtcdArbiter::new(Etcd::new(config)?, host)), place)
             }
         };
@@ -70,7 +71,7 @@ impl Arbiter {
     /// it is not the one that this host has used before.
     pub fn identify(&self) -> Result<ArbiterName, Unreachable> {
         let _lent = lend();
-        let found = match self.memory.meet(|| self.identity(), &self.place)? {
+        let found = match self.meet()? {
             Some(found) => found,
             None => {
                 let fresh = ArbiterId::fresh().map_err(|error| Unreachable(error.to_string()))?;
@@ -78,17 +79,37 @@ impl Arbiter {
                     Kind::File(arbiter) => arbiter.name_it(fresh)?,
                     Kind::Etcd(arbiter) => arbiter.name_it(fresh)?,
                 };
-                self.memory.recognise(Some(named.clone()), &self.place)?.unwrap_or(named)
+                self.memory.recognise(Some(named.clone()), &self.place)?;
+                self.meet()?.unwrap_or(named)
             }
         };
         Ok(ArbiterName { id: found, place: self.place.clone() })
+    }
+
+    /// Identity of the arbiter, which is the one that this host has used before; none if nobody has used it
+    /// yet. What is asked next is asked of the very cluster that said so.
+    fn meet(&self) -> Result<Option<ArbiterId>, Unreachable> {
+        let Kind::Etcd(arbiter) = &self.kind else {
+            return self.memory.meet(|| self.identity(), &self.place);
+        };
+        let cluster = Cell::new(None);
+        let look = || {
+            let (id, of) = arbiter.identity()?;
+            cluster.set(Some(of));
+            Ok(id)
+        };
+        let met = self.memory.meet(look, &self.place)?;
+        if let (Some(_), Some(cluster)) = (&met, cluster.get()) {
+            arbiter.etcd().keep_to(cluster);
+        }
+        Ok(met)
     }
 
     /// Identity of the arbiter; none if nobody has used it yet.
     pub fn identity(&self) -> Result<Option<ArbiterId>, Unreachable> {
         match &self.kind {
             Kind::File(arbiter) => arbiter.identity(),
-            Kind::Etcd(arbiter) => arbiter.identity(),
+            Kind::Etcd(arbiter) => arbiter.identity().map(|(id, _)| id),
         }
     }
 
@@ -336,3 +357,7 @@ pub(crate) fn stands(
          the arbiter that all hosts share, and has it lost its data?"
     )))
 }
+
+#[cfg(test)]
+#[path = "arbiter_tests.rs"]
+mod tests;

@@ -16,8 +16,9 @@ use base64::prelude::BASE64_STANDARD;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
-use std::sync::Arc;
+use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// etcd's word for a revision that it has no more.
 const COMPACTED: &str = "has been compacted";
@@ -30,6 +31,26 @@ pub struct Etcd {
     prefix: String,
     /// The endpoint that answered last.
     preferred: Arc<AtomicUsize>,
+    /// The cluster that alone is meant, once it is known.
+    cluster: Arc<OnceLock<Cluster>>,
+}
+
+/// The number by which etcd tells a cluster from others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cluster(u64);
+
+impl Cluster {
+    /// The one that this is an answer of; none if it is no answer of etcd's gateway.
+    fn of(answer: &Value) -> Option<Cluster> {
+        let header = answer.get("header").or_else(|| answer["result"].get("header"))?;
+        header["cluster_id"].as_str()?.parse().ok().map(Cluster)
+    }
+}
+
+impl fmt::Display for Cluster {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:x}", self.0)
+    }
 }
 
 /// A value and when it was last changed.
@@ -52,10 +73,11 @@ impl Etcd {
     /// of its `[arbiter]` section.
     pub fn new(config: &EtcdConfig) -> anyhow::Result<Etcd> {
         Ok(Etcd {
-            access: Arc::new(Access::new(config.tls.as_ref())?),
-            endpoints: config.endpoints.clone().into(),
+            access: Arc::new(Access::new(config.endpoints.tls())?),
+            endpoints: config.endpoints.urls().collect(),
             prefix: config.prefix.clone(),
             preferred: Arc::default(),
+            cluster: Arc::default(),
         })
     }
 
@@ -67,8 +89,22 @@ impl Etcd {
 
     /// The entry of a key, if there is one; as the whole cluster knows it.
     pub fn get<T: DeserializeOwned>(&self, key: &str) -> anyhow::Result<Option<Entry<T>>> {
+        self.get_from(key).map(|(entry, _)| entry)
+    }
+
+    /// The same, and which cluster it is.
+    pub fn get_from<T: DeserializeOwned>(
+        &self,
+        key: &str,
+    ) -> anyhow::Result<(Option<Entry<T>>, Cluster)> {
         let answer = self.call("kv/range", &json!({ "key": self.encode(key) }))?;
-        Ok(self.entries(&answer["kvs"])?.pop())
+        let cluster = Cluster::of(&answer).context("it names no cluster")?;
+        Ok((self.entries(&answer["kvs"])?.pop(), cluster))
+    }
+
+    /// From here on answers of no other cluster count: an endpoint of one is as one that does not answer.
+    pub fn keep_to(&self, cluster: Cluster) {
+        self.cluster.get_or_init(|| cluster);
     }
 
     /// Every entry whose key begins with `folder`.
@@ -253,6 +289,13 @@ impl Etcd {
             .with_context(|| format!("HTTP status {status} and no JSON"))?;
         let words = answer["message"].as_str().or(answer["error"].as_str());
         ensure!(status.is_success(), "HTTP status {status}: {}", words.unwrap_or("no reason"));
+        let cluster = Cluster::of(&answer).context("it is no etcd: its answer names no cluster")?;
+        if let Some(known) = self.cluster.get().filter(|known| **known != cluster) {
+            bail!(
+                "it is a member of the cluster {cluster}, and {known} is used: are all endpoints \
+                 members of one, and was it set up anew, or restored?"
+            );
+        }
         Ok(answer)
     }
 }

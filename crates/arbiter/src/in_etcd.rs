@@ -6,7 +6,7 @@
 //! `PREFIX/withdrawn/KEY/GENERATION` as well, which each withdrawal changes.
 
 use crate::arbiter::{judge, judge_hand_back, stands};
-use crate::etcd::{Entry, Etcd};
+use crate::etcd::{Cluster, Entry, Etcd};
 use crate::{ArbiterId, Key, Unreachable};
 use understudy_protocol::HostName;
 use understudy_protocol::{Generation, Ownership, Renewal, Verdict};
@@ -121,16 +121,17 @@ impl EtcdArbiter {
         Err(Unreachable(format!("the lease of {key} kept changing")))
     }
 
-    pub fn identity(&self) -> Result<Option<ArbiterId>, Unreachable> {
-        let entry: Option<Entry<ArbiterId>> = self.etcd.get(IDENTITY).map_err(unanswered)?;
-        Ok(entry.map(|entry| entry.value))
+    /// Its identity, if it has one, and the cluster that says so.
+    pub fn identity(&self) -> Result<(Option<ArbiterId>, Cluster), Unreachable> {
+        let (entry, cluster) = self.etcd.get_from(IDENTITY).map_err(unanswered)?;
+        Ok((entry.map(|entry: Entry<ArbiterId>| entry.value), cluster))
     }
 
     /// Gives the arbiter this identity, unless somebody was first; the one that it has then.
     pub fn name_it(&self, id: ArbiterId) -> Result<ArbiterId, Unreachable> {
         match self.etcd.swap(IDENTITY, 0, &id).map_err(unanswered)? {
             true => Ok(id),
-            false => Ok(self.identity()?.unwrap_or(id)),
+            false => Ok(self.identity()?.0.unwrap_or(id)),
         }
     }
 

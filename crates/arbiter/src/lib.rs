@@ -18,7 +18,7 @@ mod key;
 pub mod whole_file;
 
 pub use arbiter::{Arbiter, Unreachable};
-pub use config::{ArbiterConfig, EtcdConfig, EtcdTls};
+pub use config::{ArbiterConfig, EtcdConfig, EtcdEndpoints, EtcdTls};
 pub use file::try_directory;
 pub use identity::{ArbiterId, ArbiterName, MEMORY};
 pub use key::Key;

@@ -41,7 +41,8 @@ mod source;
 mod webhook;
 
 pub use api::{Access, ApiConfig};
-pub use arbiter::{ArbiterConfig, EtcdConfig, EtcdTls};
+pub use arbiter::{ArbiterConfig, EtcdConfig, EtcdEndpoints, EtcdTls};
+pub(crate) use cluster::MOST_MEMBERS;
 pub use cluster::{ClusterConfig, Schedule};
 pub(crate) use detection::LONGEST_LEASE;
 pub use ending::Ending;

@@ -34,7 +34,7 @@ impl Host {
 /// Words on this host's certificate for etcd, if it has one that expires.
 pub(crate) fn of_etcd(config: &HostConfig) -> Option<String> {
     let Some(ArbiterConfig::Etcd(etcd)) = &config.arbiter else { return None };
-    tls::expiring(&etcd.tls.as_ref()?.cert)
+    tls::expiring(&etcd.endpoints.tls()?.cert)
 }
 
 fn run(host: &Weak<Host>) {

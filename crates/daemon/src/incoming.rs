@@ -133,7 +133,7 @@ fn session_of(host: &Host, link: &Link, id: &str) -> anyhow::Result<Arc<backup::
 impl Host {
     fn backup_session(&self, id: &str) -> Option<Arc<backup::Session>> {
         let is_meant = |vm: &Vm| match vm {
-            Vm::Backup(session) if session.id == id => Some(session.clone()),
+            Vm::Backup(session) if *session.id == *id => Some(session.clone()),
             _ => None,
         };
         self.vms.look_at_all(|vms| vms.values().find_map(is_meant))

@@ -14,6 +14,7 @@ use understudy_protocol::{Generation, Output, PrimaryPhase};
 use understudy_qemu::{Release, VmDefinition};
 use understudy_replication::lockstep::compare::primary::Refusal;
 use understudy_replication::membership::Membership;
+use understudy_replication::sessions::SessionName;
 use understudy_replication::{primary, resync};
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
@@ -348,8 +349,7 @@ impl Host {
             ask_winner: hand_back::asking(self),
             tell_sick: repair::hearing_of_sick(self, vm),
             qemu: self.release_of(&machine),
-            session: resync::fresh_session(&self.config.name, &definition.name)
-                .map_err(internal)?,
+            session: SessionName::fresh(&self.config.name, &definition.name).map_err(internal)?,
             sessions: resync::track(&machine, &self.records, &directory)
                 .map_err(|error| failed("cannot note the changes of the disks", &error))?,
             records: self.records.clone(),

@@ -354,7 +354,7 @@ fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, told: Told) -> Option<()> {
     while let Some(Told { mut event, of }) = events.pop_front() {
         let vm = weak.upgrade()?;
         strike("repair", vm.name());
-        let under_way = vm.active_session().map(|session| session.id.clone());
+        let under_way = vm.active_session().map(|session| session.id.to_string());
         if of.is_some_and(|of| is_history(&of, under_way.as_ref())) {
             event = RepairEvent::Tick;
         }

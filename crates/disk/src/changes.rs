@@ -240,9 +240,8 @@ impl ChangeMap {
         state.mark(0..self.granules)
     }
 
-    /// Marks runs of granules that changed on the other host.
+    /// Marks runs of granules that changed on the other host. The guest's writes wait for one at a time.
     pub fn merge(&self, runs: &[Range<u64>]) -> io::Result<()> {
-        let mut state = self.lock();
         for run in runs {
             if run.start >= run.end || run.end > self.granules {
                 return Err(io::Error::new(
@@ -250,7 +249,7 @@ impl ChangeMap {
                     format!("blocks {run:?} are not part of the disk's {}", self.granules),
                 ));
             }
-            state.mark(run.clone())?;
+            self.lock().mark(run.clone())?;
         }
         Ok(())
     }

@@ -1,7 +1,9 @@
 //! XML as a tree whose elements know their line.
 
 use quick_xml::Reader;
-use quick_xml::events::{BytesStart, Event};
+use quick_xml::events::{BytesRef, BytesStart, Event};
+use std::fmt::Display;
+use std::ops::Range;
 
 /// More than any domain nests.
 const MOST_DEPTH: usize = 64;
@@ -57,46 +59,16 @@ impl Element {
 pub(crate) fn parse(text: &str) -> Result<Element, (usize, String)> {
     let mut reader = Reader::from_str(text);
     let mut open: Vec<Element> = Vec::new();
+    let (mut line, mut counted) = (1, 0);
     loop {
-        let line =
-            |at: u64| 1 + text.bytes().take(at as usize).filter(|&byte| byte == b'\n').count();
-        let fail = |at: u64, error: &dyn std::fmt::Display| Err((line(at), error.to_string()));
         let event = reader.read_event();
-        let at = reader.buffer_position();
-        let closed = match event {
-            Err(error) => return fail(reader.error_position(), &error),
-            Ok(Event::Eof) if open.is_empty() => return fail(at, &"there is no element"),
-            Ok(Event::Eof) => return fail(at, &"it ends in the midst of an element"),
-            Ok(Event::Start(tag)) => {
-                if open.len() == MOST_DEPTH {
-                    return fail(at, &"elements are nested too deep");
-                }
-                open.push(element(&tag, line(at)).map_err(|error| (line(at), error))?);
-                None
-            }
-            Ok(Event::Empty(tag)) => {
-                Some(element(&tag, line(at)).map_err(|error| (line(at), error))?)
-            }
-            Ok(Event::End(_)) => open.pop(),
-            Ok(Event::Text(piece)) => {
-                let piece = piece.decode().map_err(|error| (line(at), error.to_string()))?;
-                if let Some(element) = open.last_mut() {
-                    element.text += &piece;
-                }
-                None
-            }
-            Ok(Event::GeneralRef(name)) => {
-                let name = name.decode().map_err(|error| (line(at), error.to_string()))?;
-                let meant = quick_xml::escape::resolve_predefined_entity(&name);
-                match (open.last_mut(), meant) {
-                    (Some(element), Some(meant)) => element.text += meant,
-                    (_, None) => return fail(at, &format!("the entity &{name}; is not known")),
-                    (None, _) => {}
-                }
-                None
-            }
-            Ok(_) => None,
-        };
+        if event.is_err() {
+            (line, counted) = (1, 0);
+        }
+        let at = event.as_ref().map_or(reader.error_position(), |_| reader.buffer_position());
+        line += lines(text, counted..at as usize);
+        counted = at as usize;
+        let closed = take(event, &mut open, line).map_err(|why| (line, why))?;
         if let Some(mut element) = closed {
             element.text = element.text.trim().to_owned();
             match open.last_mut() {
@@ -105,6 +77,53 @@ pub(crate) fn parse(text: &str) -> Result<Element, (usize, String)> {
             }
         }
     }
+}
+
+fn lines(text: &str, range: Range<usize>) -> usize {
+    let bytes = text.as_bytes().get(range).unwrap_or_default();
+    bytes.iter().filter(|&&byte| byte == b'\n').count()
+}
+
+/// Takes what comes next in a document, of which these elements are open; the one that ends there.
+fn take(
+    event: Result<Event<'_>, quick_xml::Error>,
+    open: &mut Vec<Element>,
+    line: usize,
+) -> Result<Option<Element>, String> {
+    let words = |error: &dyn Display| error.to_string();
+    let piece = match event.map_err(|error| words(&error))? {
+        Event::Eof if open.is_empty() => return Err("there is no element".to_owned()),
+        Event::Eof => return Err("it ends in the midst of an element".to_owned()),
+        Event::Start(_) if open.len() == MOST_DEPTH => {
+            return Err("elements are nested too deep".to_owned());
+        }
+        Event::Start(tag) => {
+            open.push(element(&tag, line)?);
+            return Ok(None);
+        }
+        Event::Empty(tag) => return element(&tag, line).map(Some),
+        Event::End(_) => return Ok(open.pop()),
+        Event::Text(piece) => piece.decode().map_err(|error| words(&error))?.into_owned(),
+        Event::CData(piece) => piece.decode().map_err(|error| words(&error))?.into_owned(),
+        Event::GeneralRef(name) => meant(&name)?,
+        // What it defines might be meant anywhere.
+        Event::DocType(_) => return Err("it has a document type, which is not read".to_owned()),
+        Event::Comment(_) | Event::Decl(_) | Event::PI(_) => return Ok(None),
+    };
+    if let Some(element) = open.last_mut() {
+        element.text += &piece;
+    }
+    Ok(None)
+}
+
+/// The text that a reference stands for: a character by its number, or one of the five that XML itself names.
+fn meant(reference: &BytesRef<'_>) -> Result<String, String> {
+    if let Some(meant) = reference.resolve_char_ref().map_err(|error| error.to_string())? {
+        return Ok(meant.to_string());
+    }
+    let name = reference.decode().map_err(|error| error.to_string())?;
+    let meant = quick_xml::escape::resolve_predefined_entity(&name);
+    meant.map(str::to_owned).ok_or_else(|| format!("the entity &{name}; is not known"))
 }
 
 fn element(tag: &BytesStart<'_>, line: usize) -> Result<Element, String> {
@@ -132,6 +151,17 @@ mod tests {
         assert_eq!(root.child("b").unwrap().line, 2);
         assert_eq!((root.child_text("d"), root.child("d").unwrap().line), ("one & two", 4));
         assert_eq!(root.child("b").unwrap().tag(), "<b x='1' y='<'>");
+    }
+
+    /// The text was passed over without a word: a kernel's command line, say.
+    #[test]
+    fn text_counts_however_it_is_written() {
+        let root =
+            parse("<a><b><![CDATA[root=/dev/vda1 <ro>]]></b><c>1&#13;&#x32;</c></a>").unwrap();
+        assert_eq!((root.child_text("b"), root.child_text("c")), ("root=/dev/vda1 <ro>", "1\r2"));
+        let why = parse("<?xml version='1.0'?>\n<!DOCTYPE a [<!ENTITY b 'c'>]>\n<a/>").unwrap_err();
+        assert_eq!(why, (2, "it has a document type, which is not read".to_owned()));
+        assert!(parse("<a>&#0;</a>").is_err());
     }
 
     #[test]

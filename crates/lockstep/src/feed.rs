@@ -26,6 +26,14 @@ pub struct Feed {
     ended: bool,
 }
 
+/// The last batch of a log, of which nothing has come since it was [looked at](Feed::last).
+#[derive(Debug)]
+pub struct Rest {
+    batch: Vec<u8>,
+    /// As it is behind the batch.
+    scanner: EventScanner,
+}
+
 /// A place of the log at which QEMU stops for a moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Mark {
@@ -72,11 +80,28 @@ impl Feed {
         }
         scanner.scan(rest)?;
         (self.scanner, self.marks) = (scanner, marks);
+        self.take_in(batch, now);
+        Ok(())
+    }
+
+    /// The last batch came, which counts once what came with it does: then it is there to be replayed.
+    pub fn last(&self, batch: Vec<u8>) -> Result<Rest, BadEvent> {
+        let mut scanner = self.scanner.clone();
+        scanner.scan(&batch)?;
+        Ok(Rest { batch, scanner })
+    }
+
+    /// The last batch counts.
+    pub fn receive_last(&mut self, rest: Rest, now: Time) {
+        self.scanner = rest.scanner;
+        self.take_in(&rest.batch, now);
+    }
+
+    fn take_in(&mut self, batch: &[u8], now: Time) {
         self.waiting.extend(batch);
         if !batch.is_empty() {
             self.arrivals.push_back((self.received(), now));
         }
-        Ok(())
     }
 
     /// The position at which the log that came ends.
@@ -258,6 +283,18 @@ mod tests {
         assert!(!feed.is_over());
         assert_eq!(drain(&mut feed, 100), LOG);
         assert_eq!(feed.at_mark(), None);
+    }
+
+    // It was acknowledged with its epoch before it was looked at.
+    #[test]
+    fn the_last_batch_is_looked_at_before_it_counts() {
+        let mut feed = Feed::new();
+        feed.receive(&LOG[..7], AT).unwrap();
+        assert!(feed.last(vec![0xff; 20]).is_err());
+        let rest = feed.last(LOG[7..18].to_vec()).unwrap();
+        assert_eq!((drain(&mut feed, 100), feed.received()), (LOG[..5].to_vec(), LogPosition(7)));
+        feed.receive_last(rest, AT);
+        assert_eq!((feed.end(), drain(&mut feed, 100)), (0, LOG[5..18].to_vec()));
     }
 
     #[test]

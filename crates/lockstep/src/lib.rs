@@ -36,7 +36,7 @@ pub use comparison::{
     Reading, Spot,
 };
 pub use event::{BadEvent, END, EventScanner};
-pub use feed::{BadMark, Feed, Mark};
+pub use feed::{BadMark, Feed, Mark, Rest};
 pub use inquiry::{Inquiry, NoResult, Tally};
 pub use lag::{Lag, MOST_LAG};
 pub use pace::Pace;

@@ -2,7 +2,7 @@
 
 use crate::membership::Membership;
 use crate::resync::Resync;
-use crate::sessions::Sessions;
+use crate::sessions::{SessionName, Sessions};
 use anyhow::Context;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -188,7 +188,7 @@ pub struct ClusterOffer {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Offer {
     /// Names the session; unique.
-    pub session: String,
+    pub session: SessionName,
     /// The VM, as the primary has it.
     pub definition: ForeignDefinition,
     /// The versioned machine type that the primary runs.

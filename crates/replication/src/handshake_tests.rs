@@ -86,6 +86,22 @@ fn a_disk_has_no_more_bytes_than_a_list_can_be_kept_of() {
     }
 }
 
+/// What a take-over writes has room for so much: with more it was noticed only once the backup had won the VM.
+#[test]
+fn a_session_has_a_name_that_its_record_has_room_for() {
+    let of = |session: String| {
+        let mut offer = serde_json::to_value(offer()).unwrap();
+        offer["session"] = json!(session);
+        serde_json::from_value::<Offer>(offer)
+    };
+    let honest = format!("{}/{}/{}", "h".repeat(63), "v".repeat(32), "u".repeat(36));
+    assert_eq!(*of(honest.clone()).unwrap().session, honest);
+    for session in ["x".repeat(600), "\"".repeat(100), String::new()] {
+        let words = of(session).unwrap_err().to_string();
+        assert!(words.contains("a session's name"), "{words}");
+    }
+}
+
 #[test]
 fn an_answer_names_a_version_that_was_offered() {
     assert_eq!(agreed(None).unwrap(), 17);

@@ -13,7 +13,7 @@
 mod reserved;
 
 use crate::membership::GroupMembers;
-use crate::sessions::Sessions;
+use crate::sessions::{SessionName, Sessions};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
@@ -173,7 +173,7 @@ impl Records {
     }
 
     /// Makes an activation of a VM's mirror ready, whose record is of this session.
-    pub fn prepare_activation(&self, vm: &VmName, session: &str) -> io::Result<Activation> {
+    pub fn prepare_activation(&self, vm: &VmName, session: &SessionName) -> io::Result<Activation> {
         let path = self.path(vm).with_file_name(ACTIVATION);
         Activation::prepare(&path, session).map_err(|error| explain("prepare", &path, error))
     }
@@ -365,8 +365,11 @@ impl Records {
 #[derive(Debug)]
 pub struct Activation {
     file: File,
-    session: String,
+    session: SessionName,
 }
+
+// With a generation of 20 digits, and the names of both.
+const _: () = assert!(SessionName::MOST_BYTES + 64 <= SECTOR_BYTES);
 
 #[derive(Serialize, Deserialize)]
 struct Activated {
@@ -375,7 +378,7 @@ struct Activated {
 }
 
 impl Activation {
-    fn prepare(path: &Path, session: &str) -> io::Result<Activation> {
+    fn prepare(path: &Path, session: &SessionName) -> io::Result<Activation> {
         let file = File::create(path)?;
         // Written, not left as a hole: later, nothing but a sector has to be synced.
         file.write_all_at(&[0; 2 * SECTOR_BYTES], 0)?;
@@ -398,12 +401,9 @@ impl Activation {
     /// The guest runs on the mirror at `generation` from now on; on return that is on
     /// stable storage.
     pub fn write(&self, generation: Generation) -> io::Result<()> {
-        let activated = Activated { session: self.session.clone(), generation };
+        let activated = Activated { session: self.session.to_string(), generation };
         let mut sector = serde_json::to_vec(&activated)?;
         sector.push(b'\n');
-        if sector.len() > SECTOR_BYTES {
-            return Err(io::Error::other("the activation record does not fit into a sector"));
-        }
         sector.resize(SECTOR_BYTES, 0);
         self.file.write_all_at(&sector, 0)?;
         self.file.sync_data()

@@ -2,6 +2,10 @@ use super::*;
 use understudy_protocol::validity::{ArbiterWord, Evidence, Finding, judge};
 use understudy_protocol::{Ownership, literal};
 
+fn s1() -> SessionName {
+    SessionName::try_from("s1".to_owned()).unwrap()
+}
+
 fn definition() -> VmDefinition {
     let text =
         "name = 'db'\nmemory = '64M'\nvcpus = 1\n[[disk]]\npath = '/dev/zero'\nformat = 'raw'";
@@ -111,7 +115,7 @@ fn an_activation_counts_for_its_own_session_only() {
     let of_session =
         |session: &str| Record { sessions: Sessions::since(session.into()), ..mirror.clone() };
     records.write(&of_session("s1")).unwrap();
-    let activation = records.prepare_activation(&literal("db"), "s1").unwrap();
+    let activation = records.prepare_activation(&literal("db"), &s1()).unwrap();
     assert_eq!(role(&records), (ImageRole::Mirror, Generation(1)));
     activation.write(Generation(2)).unwrap();
     assert_eq!(role(&records), (ImageRole::Active, Generation(2)));
@@ -119,6 +123,23 @@ fn an_activation_counts_for_its_own_session_only() {
     records.write(&of_session("s2")).unwrap();
     records.change(&literal("db"), |_| ()).unwrap();
     assert_eq!(role(&records), (ImageRole::Mirror, Generation(1)));
+}
+
+// A backup said that it could take over, and found that the sector was too small once it had won the VM.
+#[test]
+fn any_sessions_activation_fits_into_the_sector() {
+    let directory = tempfile::tempdir().unwrap();
+    let records = Records::new(directory.path(), &literal("b"));
+    fs::create_dir(directory.path().join("db")).unwrap();
+    let longest = "/".repeat(SessionName::MOST_BYTES);
+    let mirror = records.of(ImageRole::Mirror, Generation(1), &definition());
+    records.write(&Record { mirror_of: Some(longest.clone()), ..mirror }).unwrap();
+    let session = SessionName::try_from(longest).unwrap();
+    let activation = records.prepare_activation(&literal("db"), &session).unwrap();
+    activation.write(Generation(1 << 40)).unwrap();
+    let image = records.read(&literal("db")).unwrap().unwrap().image;
+    assert_eq!((image.role, image.generation), (ImageRole::Active, Generation(1 << 40)));
+    assert_eq!(fs::metadata(directory.path().join("db/activation")).unwrap().len(), 1024);
 }
 
 // A mirror failed while its guest was taken over: when that host had died, too, older images were called valid, for
@@ -134,7 +155,7 @@ fn an_activation_counts_although_the_mirror_is_no_base_for_a_resync() {
         records
             .write(&Record { sessions: Sessions::since("s1".into()), mirror_of, ..mirror })
             .unwrap();
-        let activation = records.prepare_activation(&vm, "s1").unwrap();
+        let activation = records.prepare_activation(&vm, &s1()).unwrap();
         records.change(&vm, |record| record.sessions.clear()).unwrap();
         activation.write(Generation(2)).unwrap();
         assert_eq!(records.read(&vm).unwrap().unwrap().image.role, role);
@@ -156,7 +177,7 @@ fn a_mirror_that_was_won_and_given_back_is_valid_only_if_it_was_activated() {
         fs::create_dir(directory.path().join("db")).unwrap();
         let mirror = records.of(ImageRole::Mirror, Generation(1), &definition());
         records.write(&Record { sessions: Sessions::since("s1".into()), ..mirror }).unwrap();
-        let activation = records.prepare_activation(&literal("db"), "s1").unwrap();
+        let activation = records.prepare_activation(&literal("db"), &s1()).unwrap();
         if activated {
             activation.write(Generation(2)).unwrap();
         }

@@ -37,9 +37,44 @@ const MOST_RUNS: usize = 50_000;
 pub struct Resync {
     /// The session that both hosts know.
     pub session: String,
-    /// Runs of blocks of each disk that changed on the backup's side: first block
-    /// and the one after the last.
-    pub changed: Vec<Vec<(u64, u64)>>,
+    /// Blocks of each disk that changed on the backup's side.
+    pub changed: Runs,
+}
+
+/// Runs of blocks of each disk, ascending, none of which has part of another: to go through them takes no longer than
+/// to go through the disks.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "ListedRuns", into = "ListedRuns")]
+pub struct Runs(Vec<Vec<Range<u64>>>);
+
+/// First block of each run, and the one after the last.
+type ListedRuns = Vec<Vec<(u64, u64)>>;
+
+impl TryFrom<ListedRuns> for Runs {
+    type Error = &'static str;
+
+    fn try_from(listed: ListedRuns) -> Result<Runs, &'static str> {
+        if listed.iter().map(Vec::len).sum::<usize>() > MOST_RUNS {
+            return Err("too much has changed");
+        }
+        let ascends = |runs: &Vec<(u64, u64)>| {
+            let next =
+                |last, &(start, end): &(u64, u64)| (last..end).contains(&start).then_some(end);
+            runs.iter().try_fold(0, next).is_some()
+        };
+        if !listed.iter().all(ascends) {
+            return Err("the runs of changed blocks are in no order");
+        }
+        let runs = |runs: Vec<(u64, u64)>| runs.into_iter().map(|(start, end)| start..end);
+        Ok(Runs(listed.into_iter().map(|of_disk| runs(of_disk).collect()).collect()))
+    }
+}
+
+impl From<Runs> for ListedRuns {
+    fn from(Runs(runs): Runs) -> ListedRuns {
+        let listed = |runs: Vec<Range<u64>>| runs.iter().map(|run| (run.start, run.end)).collect();
+        runs.into_iter().map(listed).collect()
+    }
 }
 
 /// The basis of the first synchronisation of the disks.
@@ -67,12 +102,6 @@ impl Groundwork {
             Groundwork::Resync(_, resync) => Some(&resync.session),
         }
     }
-}
-
-/// A name that no session ever had.
-pub fn fresh_session(host: &str, vm: &VmName) -> io::Result<String> {
-    let unique = fs::read_to_string("/proc/sys/kernel/random/uuid")?;
-    Ok(format!("{host}/{vm}/{}", unique.trim()))
 }
 
 /// Notes the changes of a machine's disks from now on, if nobody does yet. Returns the
@@ -208,9 +237,7 @@ fn try_resync(
     let disks: Vec<Mirror> =
         ours.iter().zip(theirs).enumerate().map(open).collect::<Result<_, _>>()?;
     let changed = own_changes(&record, &disks, directory)?;
-    if changed.iter().map(Vec::len).sum::<usize>() > MOST_RUNS {
-        return Err(format!("too much has changed on host {name}"));
-    }
+    let changed = Runs::try_from(changed).map_err(|error| format!("on host {name} {error}"))?;
     Ok(Groundwork::Resync(disks, Resync { session: session.clone(), changed }))
 }
 
@@ -250,7 +277,7 @@ fn own_changes(
     record: &Record,
     mirrors: &[Mirror],
     directory: &Path,
-) -> Result<Vec<Vec<(u64, u64)>>, String> {
+) -> Result<ListedRuns, String> {
     let open: Option<OpenMap> = match record.image.role {
         ImageRole::Syncing => None,
         ImageRole::Mirror => Some(ChangeMap::open_of_mirror),
@@ -260,7 +287,8 @@ fn own_changes(
     };
     let changed = |mirror: &Mirror| match mirror {
         Mirror::Fresh(mirror) => {
-            Ok(vec![(0, mirror.disk().export_bytes().div_ceil(GRANULE_BYTES))])
+            let all = (0, mirror.disk().export_bytes().div_ceil(GRANULE_BYTES));
+            Ok(Some(all).filter(|(_, end)| *end > 0).into_iter().collect())
         }
         Mirror::Resynced(disk) => {
             let Some(open) = open else { return Ok(Vec::new()) };
@@ -275,11 +303,11 @@ fn own_changes(
 /// Takes, on the primary, the backup's changes into its own maps.
 pub fn merge(machine: &Machine, sessions: &[String], resync: &Resync) -> anyhow::Result<()> {
     ensure!(sessions.contains(&resync.session), "the backup answers to a session never offered");
-    ensure!(resync.changed.len() == machine.disks().len(), "the backup knows other disks");
-    for (disk, changed) in machine.disks().iter().zip(&resync.changed) {
-        let runs: Vec<Range<u64>> = changed.iter().map(|&(start, end)| start..end).collect();
+    let Runs(changed) = &resync.changed;
+    ensure!(changed.len() == machine.disks().len(), "the backup knows other disks");
+    for (disk, runs) in machine.disks().iter().zip(changed) {
         let map = disk.changes().context("changes are tracked before an offer")?;
-        map.merge(&runs)
+        map.merge(runs)
             .with_context(|| format!("the backup's changes of disk {}", disk.index()))?;
     }
     Ok(())
@@ -362,12 +390,31 @@ mod tests {
         let record = known.record();
         let sessions = ["s1", "s2"].map(str::to_owned).to_vec().into();
         known.records.write(&Record { sessions, ..record }).unwrap();
-        let resync = Resync { session: "s2".to_owned(), changed: Vec::new() };
+        let resync = Resync { session: "s2".to_owned(), changed: Runs::default() };
         let groundwork = Groundwork::Resync(Vec::new(), resync);
         let session = groundwork.session().unwrap().to_owned();
         note_merged(&known.records, &literal("db"), session).unwrap();
         assert_eq!(known.record().sessions[..], ["s2"]);
         assert_eq!(Groundwork::Full("why".to_owned()).session(), None);
+    }
+
+    /// Each was gone through while the guest's writes waited: for hours, if a backup listed the whole disk as often as a
+    /// message has room for.
+    #[test]
+    fn no_block_is_listed_twice() {
+        let read = |listed: &str| serde_json::from_str::<Runs>(listed);
+        let listed = "[[[0,3],[3,4],[9,20]],[],[[2,5]]]";
+        assert_eq!(serde_json::to_string(&read(listed).unwrap()).unwrap(), listed);
+        for wrong in
+            ["[[[0,9],[0,9]]]", "[[[0,9],[8,10]]]", "[[[5,6],[1,2]]]", "[[[3,3]]]", "[[[3,2]]]"]
+        {
+            assert!(read(wrong).is_err(), "{wrong}");
+        }
+        let many = |runs: usize| {
+            Runs::try_from(vec![(0..runs as u64).map(|n| (2 * n, 2 * n + 1)).collect()])
+        };
+        assert!(many(MOST_RUNS).is_ok());
+        assert_eq!(many(MOST_RUNS + 1), Err("too much has changed"));
     }
 
     /// It was brought up to date by the primary's list alone, which knows nothing of that.

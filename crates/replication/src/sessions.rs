@@ -1,12 +1,60 @@
 //! The sessions that a host knows of its images: see [`crate::resync`].
 
 use serde::{Deserialize, Serialize};
+use std::fs;
+use std::io;
 use std::ops::Deref;
+use understudy_protocol::{HostName, VmName};
 
 /// The first sessions, which are kept. Once all of a session is on the other host, it is the only one: what follows is attempts.
 const FIRST: usize = 16;
 /// The last sessions, which are kept: one attempt among them may have come so far that the other host has noted it, too.
 const LAST: usize = 16;
+
+/// Names a session: no longer than the sector has room for that a take-over writes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct SessionName(String);
+
+impl SessionName {
+    /// More than the names of a host and a VM have, and a UUID.
+    pub const MOST_BYTES: usize = 160;
+
+    /// One that no session ever had.
+    pub fn fresh(host: &HostName, vm: &VmName) -> io::Result<SessionName> {
+        let unique = fs::read_to_string("/proc/sys/kernel/random/uuid")?;
+        SessionName::try_from(format!("{host}/{vm}/{}", unique.trim())).map_err(io::Error::other)
+    }
+}
+
+impl TryFrom<String> for SessionName {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<SessionName, String> {
+        // None that JSON writes longer than it is.
+        let is_plain = |byte: u8| byte.is_ascii_graphic() && !matches!(byte, b'"' | b'\\');
+        match (1..=Self::MOST_BYTES).contains(&text.len()) && text.bytes().all(is_plain) {
+            true => Ok(SessionName(text)),
+            false => {
+                Err(format!("a session's name has 1 to {} plain characters", Self::MOST_BYTES))
+            }
+        }
+    }
+}
+
+impl From<SessionName> for String {
+    fn from(name: SessionName) -> String {
+        name.0
+    }
+}
+
+impl Deref for SessionName {
+    type Target = str;
+
+    fn deref(&self) -> &str {
+        &self.0
+    }
+}
 
 /// The sessions since whose first synchronisation every change of the images is known, oldest first: as many as fit into an offer,
 /// however many attempts come to nothing. By one that is left out nothing is found to be the same, and all is copied.
@@ -58,6 +106,17 @@ impl Deref for Sessions {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use understudy_protocol::literal;
+
+    #[test]
+    fn a_fresh_name_is_one_whoever_it_is_of() {
+        let host = HostName::try_from("h".repeat(63)).unwrap();
+        let name = SessionName::fresh(&host, &literal("db")).unwrap();
+        assert!(name.starts_with("hhh") && name.contains("/db/"), "{name:?}");
+        for wrong in ["", "a b", "a\"b", "a\\b", "ä", "a\n", &"x".repeat(161)] {
+            assert!(SessionName::try_from(wrong.to_owned()).is_err(), "{wrong:?}");
+        }
+    }
 
     /// Each attempt at a first copy left one for good, and in the end no offer fitted into a message.
     #[test]

@@ -306,7 +306,10 @@ impl World {
         let (prepares, to_log) = (message.payload[0] == 1, message.payload[1] == 1);
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         let orders = &mut standby.beside.orders;
-        let (number, _) = orders.take();
+        let number = match orders.take() {
+            Ok((number, _)) => number,
+            Err(why) => return self.violation(format!("{host} hears: {why}")),
+        };
         if !prepares {
             self.coverage.turns_called_off += 1;
             return self.note(host, || "hears that it is not to turn".to_owned());
@@ -375,10 +378,12 @@ impl World {
             Kind::LogEnds => false,
             _ => return true,
         };
-        let other = standby.beside.orders.other().cloned();
-        let Some(other) = other.filter(|other| other.to_log == to_log) else {
-            self.violation(format!("{host} is to turn, and has not prepared for it"));
-            return false;
+        let other = match standby.beside.orders.expect(|other| other.to_log == to_log) {
+            Ok(other) => other.clone(),
+            Err(why) => {
+                self.violation(format!("{host} is to turn, and has not prepared for it: {why}"));
+                return false;
+            }
         };
         if other.dead.get() {
             // What still comes is read, and of no use.
@@ -389,7 +394,11 @@ impl World {
         }
         match &mut standby.log.span {
             None if to_log => standby.log = Following::behind(message.header.epoch),
-            Some(span) if !to_log => span.expect_end(),
+            Some(span) if !to_log => {
+                if let Err(why) = span.expect_end(message.header.epoch) {
+                    self.violation(format!("{host} is to turn: {why}"));
+                }
+            }
             _ => self.violation(format!("{host} is to turn to what it does already")),
         }
         true

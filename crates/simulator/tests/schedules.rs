@@ -43,9 +43,9 @@ fn broken_by(mutant: Mutant) -> &'static str {
             FreezeNothing => "its guest runs on",
             YieldAtOnce => "a planned fail-over lost the guest's last state",
             ApplyBehindGap | LeaveTheLog | LogOvertakes => "is not at the boundary",
-            TakeAnyAnswer | AskBehindTurn => "is to turn, and has not prepared for it",
-            CallOffWhatIsLate => {
-                "is to turn, and has not prepared for it|and the turn is not possible"
+            TakeAnyAnswer => "is to turn, and has not prepared for it",
+            AskBehindTurn | CallOffWhatIsLate => {
+                "an order of another turn came before the turn had|is to turn, and has not prepared for it"
             }
             WaitForTheAnswer => "has been turning for",
             PrepareTooEarly => "to a QEMU that was started beside another one",

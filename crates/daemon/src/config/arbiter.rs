@@ -10,7 +10,7 @@ use super::Source;
 use serde::Deserialize;
 use std::path::PathBuf;
 use toml::Spanned;
-pub use understudy_arbiter::{ArbiterConfig, EtcdConfig, EtcdTls};
+pub use understudy_arbiter::{ArbiterConfig, EtcdConfig, EtcdEndpoints, EtcdTls};
 use understudy_report::error::HostError;
 
 const DEFAULT_PREFIX: &str = "/understudy";
@@ -65,19 +65,6 @@ impl RawArbiter {
 
     fn check_etcd(self, source: &Source<'_>) -> Result<EtcdConfig, HostError> {
         let raw = self.endpoints.expect("looked at before");
-        let wrong = |message: String| Err(source.wrong("arbiter.endpoints", raw.span(), &message));
-        if raw.get_ref().is_empty() {
-            return wrong("the list is empty; name at least one member of the cluster".to_owned());
-        }
-        for endpoint in raw.get_ref() {
-            let rest =
-                endpoint.strip_prefix("http://").or_else(|| endpoint.strip_prefix("https://"));
-            if !rest.is_some_and(|rest| !rest.is_empty() && !rest.contains(['/', ' ', '?'])) {
-                return wrong(format!(
-                    "\"{endpoint}\" is not an endpoint; write for example \"http://10.0.0.9:2379\""
-                ));
-            }
-        }
         let prefix = match self.prefix {
             Some(prefix) if !prefix.get_ref().starts_with('/') => {
                 let message = format!("\"{}\" must begin with /", prefix.get_ref());
@@ -98,7 +85,9 @@ impl RawArbiter {
                 return Err(source.wrong("arbiter", self.kind.span(), message));
             }
         };
-        Ok(EtcdConfig { endpoints: raw.into_inner(), prefix, tls })
+        let endpoints = EtcdEndpoints::new(raw.get_ref(), tls)
+            .map_err(|why| source.wrong("arbiter.endpoints", raw.span(), &why))?;
+        Ok(EtcdConfig { endpoints, prefix })
     }
 }
 
@@ -117,12 +106,12 @@ mod tests {
 
     #[test]
     fn an_etcd_cluster_is_named_by_its_endpoints() {
-        let section = "kind = 'etcd'\nendpoints = ['http://10.0.0.9:2379', 'https://e:2379']\n\
+        let section = "kind = 'etcd'\nendpoints = ['https://10.0.0.9:2379', 'https://e:2379']\n\
                        prefix = '/site/'\nca = '/ca'\ncert = '/cert'\nkey = '/key'";
         let Ok(Some(ArbiterConfig::Etcd(config))) = load(section) else { panic!("no etcd") };
-        assert_eq!(config.endpoints, ["http://10.0.0.9:2379", "https://e:2379"]);
+        assert_eq!(config.endpoints.to_string(), "https://10.0.0.9:2379,https://e:2379");
         assert_eq!(config.prefix, "/site");
-        assert_eq!(config.tls.unwrap().key, Path::new("/key"));
+        assert_eq!(config.endpoints.tls().unwrap().key, Path::new("/key"));
     }
 
     #[test]
@@ -131,6 +120,11 @@ mod tests {
             ("kind = 'etcd'", "endpoints = ["),
             ("kind = 'etcd'\nendpoints = []", "host.toml:5: arbiter.endpoints: the list is empty"),
             ("kind = 'etcd'\nendpoints = ['10.0.0.9:2379']", "http://"),
+            (
+                "kind = 'etcd'\nendpoints = ['https://e:1', 'http://e:1']\nca = '/ca'\n\
+                 cert = '/cert'\nkey = '/key'",
+                "host.toml:5: arbiter.endpoints: \"http://e:1\": with `ca`",
+            ),
             ("kind = 'etcd'\npath = '/x'", "only kind \"file\""),
             ("kind = 'file'\nendpoints = ['http://e:1']", "only kind \"etcd\""),
             ("kind = 'etcd'\nendpoints = ['http://e:1']\nca = '/ca'", "all or none"),

@@ -64,7 +64,8 @@ const PLAIN: &str = "plain";
 
 /// A year has so many: what is meant to be longer is meant to be never.
 const MOST_MINUTES: i64 = 366 * 24 * 60;
-const MOST_MEMBERS: usize = 64;
+/// Members that a cluster may have.
+pub(crate) const MOST_MEMBERS: usize = 64;
 
 pub(super) fn check(
     source: &Source<'_>,

@@ -1,7 +1,7 @@
 //! `host.toml` as `understudy init` and `understudy join` write it, and its [peers] as `invite`
 //! extends them: by a line, so that whatever else is in it stays as the operator wrote it.
 
-use crate::config::{ArbiterConfig, EtcdTls, HostConfig};
+use crate::config::{ArbiterConfig, EtcdEndpoints, EtcdTls, HostConfig};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -60,6 +60,7 @@ impl FromStr for ArbiterSettings {
         }
         let endpoints: Vec<String> = text.split(',').map(|one| one.trim().to_owned()).collect();
         if endpoints.iter().all(|one| one.starts_with("http://")) {
+            EtcdEndpoints::new(&endpoints, None)?;
             return Ok(ArbiterSettings::Etcd {
                 endpoints,
                 prefix: None,
@@ -69,8 +70,9 @@ impl FromStr for ArbiterSettings {
             });
         }
         if endpoints.iter().all(|one| one.starts_with("https://")) {
-            return Err("https endpoints need certificates: give http ones here, then write \
-                        `ca`, `cert` and `key` into [arbiter] of the configuration"
+            return Err("https endpoints need certificates: give http ones here, then make them \
+                        https in [arbiter] of the configuration, and write `ca`, `cert` and `key` \
+                        there, before the daemon starts"
                 .to_owned());
         }
         Err(format!(
@@ -94,9 +96,9 @@ impl From<&ArbiterConfig> for ArbiterSettings {
         match config {
             ArbiterConfig::File { path } => ArbiterSettings::File { path: path.clone() },
             ArbiterConfig::Etcd(etcd) => {
-                let tls = |file: fn(&EtcdTls) -> &PathBuf| etcd.tls.as_ref().map(file).cloned();
+                let tls = |file: fn(&EtcdTls) -> &PathBuf| etcd.endpoints.tls().map(file).cloned();
                 ArbiterSettings::Etcd {
-                    endpoints: etcd.endpoints.clone(),
+                    endpoints: etcd.endpoints.urls().collect(),
                     prefix: Some(etcd.prefix.clone()),
                     ca: tls(|tls| &tls.ca),
                     cert: tls(|tls| &tls.cert),
@@ -315,8 +317,13 @@ mod tests {
     fn an_arbiter_is_a_directory_or_endpoints() {
         let parse = |text: &str| text.parse::<ArbiterSettings>();
         assert_eq!(parse("/mnt/x"), Ok(ArbiterSettings::File { path: "/mnt/x".into() }));
-        for (wrong, words) in [("mnt", "no arbiter"), ("https://x:1", "certificates")] {
-            assert!(parse(wrong).unwrap_err().contains(words));
+        for (wrong, words) in [
+            ("mnt", "no arbiter"),
+            ("https://x:1", "make them https"),
+            ("http://x:1,https://x:1", "no arbiter"),
+            ("http://u:p@x:1", "no password"),
+        ] {
+            assert!(parse(wrong).unwrap_err().contains(words), "{wrong}");
         }
     }
 }

@@ -129,7 +129,7 @@ pub fn prepare(
     // What takes time is done here: when members start in a line, each start is short.
     let frames = store.frames(&member)?;
     filler.attach()?;
-    machine.load(&store.blob(&member.device_state)?)?;
+    machine.load(&store.device_state(&member)?)?;
     // A silent owner's lease may take long: who is given up does not wait for it.
     while !owner.is_finished() {
         Stopped::check(stop)?;

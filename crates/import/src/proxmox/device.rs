@@ -180,6 +180,9 @@ fn place(draft: &mut Draft<'_>, line: &Line<'_>, index: Option<u8>, first: u8) -
 /// The options of a disk that are read, and its size, which its image has.
 const READ: [&str; 7] = ["file", "media", "size", "format", "serial", "ro", "snapshot"];
 
+/// Endings of images that are none of raw bytes.
+const FORMATS: [&str; 6] = ["qcow2", "vmdk", "qcow", "qed", "vdi", "vhdx"];
+
 /// Reason why a disk cannot be replicated as it is.
 fn obstacle(line: &Line<'_>, cdrom: bool) -> Option<&'static str> {
     let is_on = |name: &str| matches!(line.option(name), "1" | "on" | "yes" | "true");
@@ -258,11 +261,10 @@ fn volume(draft: &mut Draft<'_>, line: &Line<'_>) -> Option<(PathBuf, DiskFormat
         return None;
     };
     // What has no such ending, and does not say it, is a volume or a raw file.
-    let said = Some(line.option("format")).filter(|format| !format.is_empty());
-    let named = said.or_else(|| path.extension().and_then(|ending| ending.to_str()));
-    let format = match named.filter(|ending| ["qcow2", "vmdk"].contains(ending)) {
-        None => Ok(DiskFormat::Raw),
-        Some(name) => image_format(name),
+    let ending = path.extension().and_then(|ending| ending.to_str());
+    let format = match (line.option("format"), ending.filter(|ending| FORMATS.contains(ending))) {
+        ("", None) => Ok(DiskFormat::Raw),
+        ("", Some(name)) | (name, _) => image_format(name),
     };
     let format = match format {
         Ok(format) => format,

@@ -196,6 +196,9 @@ fn what_is_not_carried_over_is_named() {
     for (line, instead, what) in [
         (disk, "ro=1", "only reads"),
         (disk, "snapshot=1", "dropped at power-off"),
+        // The guest would have written over the container.
+        (disk, "format=qed", "qed images are not replicated"),
+        ("numa: 0", "virtio1: local:100/disk.vdi", "vdi images are not replicated"),
         ("agent: 1", "agent: 1,type=isa", "type=virtio"),
         ("numa: 0", "template: 1", "import a clone"),
     ] {

@@ -41,8 +41,8 @@ impl Session {
         let machine = self.machine();
         let definition = machine.definition_now();
         let record = self.records.of(ImageRole::Mirror, self.position().0, &definition);
-        let (peer, sessions) = (Some(self.primary.clone()), Sessions::since(self.id.clone()));
-        let mirror_of = Some(self.id.clone());
+        let (peer, sessions) = (Some(self.primary.clone()), Sessions::since(self.id.to_string()));
+        let mirror_of = Some(self.id.to_string());
         self.records.write(&Record { peer, sessions, mirror_of, ..record })?;
         let changes = resync::create(&machine.disks(), &self.directory)?;
         let activation = self.records.prepare_activation(&self.vm, &self.id)?;

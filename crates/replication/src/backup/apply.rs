@@ -1,11 +1,10 @@
 //! The application of committed epochs to the backup's memory, disks and device state.
 
 use super::failure::OwnFailure;
-use crate::messages::{Piece, WholeEpoch};
+use crate::messages::Piece;
 use anyhow::{Context, bail, ensure};
 use std::io;
 use std::sync::Arc;
-use understudy_cluster::messages::KeepOrder;
 use understudy_disk::Disk;
 use understudy_encoding::delta::each_run;
 use understudy_encoding::{DiskBlock, EncodingError, Page, PageData, Reference, read_pages};
@@ -65,43 +64,14 @@ fn disk_of(machine: &Machine, range: &DiskRange) -> Option<Arc<Disk>> {
     (end <= disk.export_bytes()).then_some(disk)
 }
 
-/// The work that is left when the whole of an epoch is applied.
-#[derive(Debug, Default)]
-struct Rest {
-    /// Parts of the device state that have come, until it is whole.
-    parts: Vec<u8>,
-    device_state: Option<Vec<u8>>,
-    keep: Option<KeepOrder>,
-}
-
-impl Rest {
-    /// The device state is whole. Most come in one piece, which is not copied.
-    fn take_last(&mut self, last: Vec<u8>) {
-        let mut state = std::mem::take(&mut self.parts);
-        if state.is_empty() {
-            state = last;
-        } else {
-            state.extend(last);
-        }
-        self.device_state = Some(state);
-    }
-}
-
-/// Applies a piece of the first synchronisation that passed [`validate`]: of that nothing is left
-/// to do.
-pub fn apply_alone(machine: &Machine, piece: Piece<'_>) -> anyhow::Result<()> {
-    apply(machine, piece, None, &mut Rest::default())
-}
-
-/// Applies a piece that passed [`validate`]. Whoever reads the image as it was before is told of
+/// Applies a change that passed [`validate`]. Whoever reads the image as it was before is told of
 /// what is written.
-fn apply(
+pub fn apply(
     machine: &Machine,
-    piece: Piece<'_>,
+    change: Piece<'_>,
     image: Option<&StillImage>,
-    rest: &mut Rest,
 ) -> anyhow::Result<()> {
-    match piece {
+    match change {
         Piece::Pages(pages) => {
             read_pages(&pages.bytes(), |block, page, data| {
                 image.inspect(|image| image.before_write(block, page));
@@ -122,11 +92,10 @@ fn apply(
                 console.say(&words);
             }
         }
-        Piece::DeviceState(last) => rest.take_last(last),
-        Piece::DeviceStatePart(part) => rest.parts.extend(part),
-        Piece::Keep(order) => rest.keep = Some(order),
-        // Taken out when it was committed, or carried out before or after the epoch.
-        Piece::Outbound(_) | Piece::Medium(_) | Piece::LogBegins | Piece::LogEnds(_) => {}
+        // No changes: a whole epoch has them beside these.
+        Piece::DeviceState(_) | Piece::DeviceStatePart(_) | Piece::Keep(_) | Piece::Outbound(_) => {
+        }
+        Piece::Medium(_) | Piece::LogBegins | Piece::LogEnds(_) => {}
     }
     Ok(())
 }
@@ -149,31 +118,20 @@ pub struct Checkpoint {
     pub taken: Time,
 }
 
-/// A whole epoch that was applied.
-pub struct Applied {
-    /// Checkpoint at which it ends.
-    pub checkpoint: Checkpoint,
-    /// Order to keep what is there now for a snapshot.
-    pub keep: Option<KeepOrder>,
-}
-
-/// Applies a whole epoch. `image` is told of what is written; `done` is told of the
-/// bytes of each piece.
-pub fn apply_epoch(
+/// Applies the changes of a whole epoch. `image` is told of what is written; `done` is told of the
+/// bytes of each.
+pub fn apply_changes(
     machine: &Machine,
-    epoch: WholeEpoch,
+    changes: Vec<Piece<'static>>,
     image: Option<&StillImage>,
     done: &dyn Fn(u64),
-) -> anyhow::Result<Applied> {
-    let (mut rest, taken) = (Rest::default(), epoch.taken);
-    for piece in epoch.pieces {
-        let bytes = piece.bytes();
-        apply(machine, piece, image, &mut rest)?;
+) -> anyhow::Result<()> {
+    for change in changes {
+        let bytes = change.bytes();
+        apply(machine, change, image)?;
         done(bytes);
     }
-    let device_state =
-        rest.device_state.with_context(|| format!("epoch {} has no device state", epoch.epoch))?;
-    Ok(Applied { checkpoint: Checkpoint { device_state, taken }, keep: rest.keep })
+    Ok(())
 }
 
 fn apply_page(
@@ -244,42 +202,4 @@ fn blame(machine: &Machine, data: PageData<'_>, error: anyhow::Error) -> anyhow:
 
 fn block_of(machine: &Machine, id: BlockId) -> Option<&RamBlock> {
     machine.blocks().get(usize::from(id.0))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::messages::device_state;
-    use understudy_protocol::wire::{LEAST_WIRE_VERSION, MAX_PAYLOAD, WIRE_VERSION};
-
-    /// What the backup has of a state that came in the pieces of this version, and how many.
-    fn sent(state: &[u8], version: u32) -> Option<(usize, Vec<u8>)> {
-        let (mut rest, mut count) = (Rest::default(), 0);
-        for piece in device_state(state, version).ok()? {
-            assert!(piece.bytes() <= MAX_PAYLOAD as u64);
-            assert!(rest.device_state.is_none(), "the last piece ends it");
-            match piece {
-                Piece::DeviceStatePart(part) => rest.parts.extend(part),
-                Piece::DeviceState(last) => rest.take_last(last),
-                other => panic!("{other:?}"),
-            }
-            count += 1;
-        }
-        Some((count, rest.device_state.unwrap()))
-    }
-
-    // One of more than 4 MiB ended the thread that sends, and with it the guest.
-    #[test]
-    fn a_device_state_of_any_size_comes_whole() {
-        let most = MAX_PAYLOAD;
-        let cases = [(1, 1), (most, 1), (most + 1, 2), (2 * most, 2), (2 * most + 9, 3)];
-        for (bytes, pieces) in cases {
-            let state: Vec<u8> = (0..bytes).map(|n| (n % 251) as u8).collect();
-            let came = sent(&state, WIRE_VERSION).unwrap();
-            assert_eq!(came.0, pieces, "{bytes} bytes");
-            assert!(came.1 == state, "{bytes} bytes");
-            let before = sent(&state, LEAST_WIRE_VERSION);
-            assert_eq!(before.map(|came| came.0), (pieces == 1).then_some(1), "{bytes} bytes");
-        }
-    }
 }

@@ -2,15 +2,14 @@
 //! order, turns among them, until the VM is live here or forgotten.
 
 use super::activation::{Readiness, replace_images};
-use super::apply::{Applied, Checkpoint, apply_epoch};
-use super::medium::media_of;
+use super::apply::{Checkpoint, apply_changes};
 use super::session::Session;
 use super::takeover::Outcome;
 use super::turn::Other;
 use crate::lockstep::backup::{self as lockstep, Following};
-use crate::messages::{Piece, ToPrimary, WholeEpoch};
+use crate::messages::{LogTurn, Piece, ToPrimary, WholeEpoch};
 use crate::moments::strike;
-use anyhow::{Context, ensure};
+use anyhow::Context;
 use crossbeam_channel::Receiver;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -141,24 +140,20 @@ impl Session {
         work: &mut Work,
     ) -> anyhow::Result<Checkpoint> {
         let mirrors = work.mirrors.take();
-        let has = |turn: fn(&Piece<'static>) -> bool| epoch.pieces.iter().any(turn);
-        let begins = has(|piece| matches!(piece, Piece::LogBegins));
-        let ends = has(|piece| matches!(piece, Piece::LogEnds(_)));
-        if ends {
+        let WholeEpoch { epoch, changes, device_state, turn, media, keep, taken, .. } = epoch;
+        let ended_at = || Checkpoint { device_state: device_state.join(), taken };
+        if turn == Some(LogTurn::Ends) {
             self.leave_log(&work.log.take().context("there is no log")?)?;
             // Its memory is the base of what comes.
             self.change_over(other)?;
-            let applied = self.apply_whole(epoch, None)?;
-            return Ok(self.applied_turn(applied.checkpoint));
+            self.apply_whole(changes, None)?;
+            return Ok(self.applied_turn(ended_at()));
         }
-        let in_turn = begins && mirrors.is_some();
-        ensure!(!in_turn, "a log begins before the first synchronisation has ended");
         fail_in_a_test()?;
         strike("apply", &self.vm);
         let image = self.keeper.image();
-        let media = media_of(&epoch);
-        let number = epoch.epoch;
-        let applied = self.apply_whole(epoch, image.as_deref())?;
+        self.apply_whole(changes, image.as_deref())?;
+        let checkpoint = ended_at();
         // With the first whole epoch the mirrors are images of their own, which its TPM's state belongs to: until
         // then this host may have others, with theirs.
         let are_new = mirrors.is_some();
@@ -167,14 +162,13 @@ impl Session {
         }
         if let Some(tpm) = &mut work.tpm {
             let _awaited = self.vitals.applying.begin();
-            tpm.apply(number, &applied.checkpoint.device_state)?;
+            tpm.apply(epoch, &checkpoint.device_state)?;
         }
         // Pages of the epoch may refer to the medium before.
         for medium in &media {
             self.change_medium(medium, work.ready.as_mut())?;
         }
-        let Applied { checkpoint, keep } = applied;
-        if begins {
+        if turn == Some(LogTurn::Begins) {
             // The guest tells of none of its writes.
             self.keeper.end();
             self.change_over(other)?;
@@ -200,11 +194,11 @@ impl Session {
     /// A disk that hangs is noticed by how far this comes.
     fn apply_whole(
         &self,
-        epoch: WholeEpoch,
+        changes: Vec<Piece<'static>>,
         image: Option<&StillImage>,
-    ) -> anyhow::Result<Applied> {
+    ) -> anyhow::Result<()> {
         let awaited = self.vitals.applying.begin();
-        apply_epoch(&self.machine(), epoch, image, &|bytes| {
+        apply_changes(&self.machine(), changes, image, &|bytes| {
             awaited.again();
             self.worked.fetch_add(bytes, Ordering::Relaxed);
         })

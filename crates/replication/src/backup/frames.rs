@@ -2,13 +2,12 @@
 //! that it sent in committed epochs. `understudy_protocol::{Kept, Carried}` say what they are for.
 
 use crate::clock;
-use crate::messages::{Piece, WholeEpoch};
 use std::sync::Arc;
 use tracing::debug;
 use understudy_link::link::Link;
 use understudy_machine::Machine;
 use understudy_network::{Port, Station, Stations};
-use understudy_protocol::{CardFrames, CardIndex, Carried, Kept};
+use understudy_protocol::{CardFrames, CardIndex, Carried, Epoch, Kept};
 use understudy_report::{InboundReport, OutboundReport};
 use understudy_threads::{Mutex, lock};
 
@@ -71,22 +70,16 @@ impl Frames {
         }
     }
 
-    /// The epoch is committed: its frames are taken out of it, and what its state has received is
-    /// of no more use.
-    pub fn commit(&self, part: &mut WholeEpoch) {
-        let sent = part.pieces.iter().filter_map(|piece| match piece {
-            Piece::Outbound(frames) => Some(frames),
-            _ => None,
-        });
+    /// The epoch is committed, in which the guest sent these; what its state has received is of no more
+    /// use.
+    pub fn commit(&self, epoch: Epoch, sent: &[CardFrames]) {
         let (now, mut state) = (clock::now(), lock(&self.0));
-        for frames in sent.clone() {
+        for frames in sent {
             let card = frames.card();
             frames.iter().for_each(|frame| state.stations.sent(now, card, frame));
         }
-        state.kept.commit(part.epoch);
-        state.carried.commit(now, part.epoch, sent);
-        drop(state);
-        part.pieces.retain(|piece| !matches!(piece, Piece::Outbound(_)));
+        state.kept.commit(epoch);
+        state.carried.commit(now, epoch, sent.iter());
     }
 
     /// The stations behind the guest's cards, by what it sent.
@@ -136,7 +129,6 @@ impl Frames {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use understudy_protocol::Epoch;
 
     #[test]
     fn a_backup_knows_who_is_behind_the_guests_card() {
@@ -144,9 +136,7 @@ mod tests {
         let mut sent = CardFrames::outbound(Epoch(3), CardIndex(0));
         let header = [0; understudy_network::HEADER_BYTES];
         assert!(sent.push(&[&header[..], &[0xff; 6], &[2, 0x42, 0, 0, 0, 9], &[8; 48]].concat()));
-        let pieces = vec![Piece::Outbound(sent)];
-        let mut part = WholeEpoch { epoch: Epoch(3), taken: clock::now(), bytes: 0, pieces };
-        frames.commit(&mut part);
+        frames.commit(Epoch(3), &[sent]);
         let found = frames.stations();
         assert_eq!((found.len(), found[0].card()), (1, CardIndex(0)));
     }

@@ -5,7 +5,7 @@ use super::activation::Readiness;
 use super::failure::OwnFailure;
 use super::session::Session;
 use crate::medium::{Medium, MediumAnswer};
-use crate::messages::{Piece, ToPrimary, WholeEpoch};
+use crate::messages::ToPrimary;
 use crate::resync;
 use anyhow::{Context, bail, ensure};
 use std::collections::VecDeque;
@@ -20,7 +20,7 @@ use understudy_threads::{lock, spawn};
 const MOST_COMING: usize = 16;
 
 /// The first epoch of a session that is applied as a whole.
-const FIRST: Epoch = Epoch(1);
+pub(super) const FIRST: Epoch = Epoch(1);
 
 /// Media on their way into a drive, open as `T`.
 pub(super) struct Media<T> {
@@ -79,15 +79,6 @@ impl<T> Media<T> {
         let next = self.coming.pop_front().filter(|(medium, _)| medium == told);
         next.map(|(_, opened)| opened).context("a medium is to be put in that never came")
     }
-}
-
-/// The changes of media in an epoch.
-pub(super) fn media_of(epoch: &WholeEpoch) -> Vec<Medium> {
-    let medium = |piece: &Piece<'static>| match piece {
-        Piece::Medium(medium) => Some(medium.clone()),
-        _ => None,
-    };
-    epoch.pieces.iter().filter_map(medium).collect()
 }
 
 impl Session {

@@ -34,6 +34,7 @@ use crate::lockstep::primary::MACHINE;
 use crate::messages::ToPrimary;
 use crate::paths::PathMonitor;
 use crate::records::Records;
+use crate::sessions::SessionName;
 use crate::sync::ByteBudget;
 use anyhow::{Context, bail};
 use boot_file::BootFile;
@@ -139,7 +140,7 @@ fn receive_file(
 /// The plan that [`accept`] needs beside the standby.
 pub struct Plan {
     /// Names the session.
-    pub id: String,
+    pub id: SessionName,
     /// The primary's host name.
     pub primary: HostName,
     /// The wire version that is spoken with it.

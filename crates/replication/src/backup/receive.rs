@@ -1,16 +1,17 @@
 //! The messages from the primary: each message in its turn, epochs staged until they are whole,
 //! then acknowledged.
 
-use super::apply::{apply_alone, validate};
+use super::apply::{apply, validate};
 use super::failure::OwnFailure;
 use super::session::Session;
 use crate::clock;
 use crate::lockstep::backup::Following;
 use crate::lockstep::be_urgent;
-use crate::messages::{Piece, ToBackup, ToPrimary};
+use crate::messages::{Piece, ToBackup, ToPrimary, WholeEpoch};
 use crate::moments::strike;
 use crate::primary::EPOCH_DISK_BYTES;
 use anyhow::{Context, bail, ensure};
+use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -100,31 +101,32 @@ impl Session {
     /// A piece of an epoch came, in the message with this header.
     fn take_piece(
         &self,
-        piece: Piece<'static>,
+        mut piece: Piece<'static>,
         header: &Header,
         staging: &mut PieceStaging,
     ) -> anyhow::Result<()> {
         validate(&self.machine(), &piece)?;
-        match &piece {
+        let bytes = piece.bytes();
+        match &mut piece {
             // The first synchronisation: nothing to be kept whole yet.
             Piece::Pages(_) | Piece::DiskWrite(_) | Piece::DiskZero(_)
                 if header.epoch == Epoch(0) =>
             {
-                return Ok(apply_alone(&self.machine(), piece).map_err(OwnFailure::of)?);
+                return Ok(apply(&self.machine(), piece, None).map_err(OwnFailure::of)?);
             }
             Piece::LogBegins => self.expect_log(header.epoch)?,
-            Piece::LogEnds(_) => self.expect_end_of_log()?,
+            Piece::LogEnds(rest) => self.expect_end_of_log(header.epoch, mem::take(rest))?,
             Piece::Medium(medium) => self.take_medium(header.epoch, medium)?,
             _ => {}
         }
         self.check_may_come(header.kind, header.epoch)?;
-        Ok(staging.take(header, piece.bytes(), piece)?)
+        Ok(staging.take(header, bytes, piece)?)
     }
 
     /// An epoch is whole.
     fn end_epoch(&self, end: &EpochEnd, staging: &mut PieceStaging) -> anyhow::Result<()> {
         self.check_may_come(Kind::EpochEnd, end.epoch)?;
-        let epoch = staging.end(end, clock::now())?;
+        let epoch = WholeEpoch::try_from(staging.end(end, clock::now())?)?;
         // Before the apply thread has it, which gives its bytes back.
         self.waiting.force(epoch.bytes);
         self.stage(epoch);

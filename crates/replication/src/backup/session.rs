@@ -18,6 +18,7 @@ use crate::messages::{ToPrimary, WholeEpoch};
 use crate::moments::strike;
 use crate::paths::PathMonitor;
 use crate::records::Records;
+use crate::sessions::SessionName;
 use crate::sync::ByteBudget;
 use crossbeam_channel::{Receiver, Sender};
 use std::path::PathBuf;
@@ -49,7 +50,7 @@ pub struct Session {
     /// The VM's name.
     pub vm: VmName,
     /// Names the session; the heartbeat connection asks for it.
-    pub id: String,
+    pub id: SessionName,
     /// The primary's host name.
     pub primary: HostName,
     /// The wire version that is spoken with it.
@@ -220,8 +221,8 @@ impl Session {
     /// The epoch is committed: what its part is worth for a take-over is kept.
     fn commit(&self) {
         let Ok(mut part) = self.staged.1.try_recv() else { return };
-        self.frames.commit(&mut part);
-        let other = self.turn_of(&part);
+        self.frames.commit(part.epoch, &std::mem::take(&mut part.outbound));
+        let other = part.turn.and_then(|turn| self.commit_turn(turn));
         let _ = self.commits.send(Committed { part, other });
     }
 

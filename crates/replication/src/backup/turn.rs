@@ -4,10 +4,10 @@
 //! and waits. With the turn's epoch, when that is applied, it takes the former's place.
 
 use super::failure::OwnFailure;
-use super::medium::Media;
+use super::medium::{FIRST, Media};
 use super::session::Session;
 use crate::lockstep::backup::{self as lockstep, Following};
-use crate::messages::{Piece, ToPrimary, WholeEpoch};
+use crate::messages::{LogTurn, ToPrimary};
 use crate::turn::{Answer, Order, Wanted};
 use anyhow::{Context, bail, ensure};
 use std::sync::Arc;
@@ -68,7 +68,8 @@ fn fail_in_a_test() -> anyhow::Result<()> {
 impl Session {
     /// The primary is about to turn, or is not after all.
     pub(super) fn take_order(self: &Arc<Self>, order: Order) -> anyhow::Result<()> {
-        let (number, called_off) = lock(&self.present).orders.turns.take();
+        let (number, called_off) =
+            lock(&self.present).orders.turns.take().map_err(anyhow::Error::msg)?;
         // Not under the lock: that ends a QEMU.
         drop(called_off);
         let Order::Prepare(wanted) = order else { return Ok(()) };
@@ -110,47 +111,36 @@ impl Session {
 
     /// The log will begin with this epoch.
     pub(super) fn expect_log(&self, epoch: Epoch) -> anyhow::Result<()> {
+        ensure!(epoch > FIRST, "a log begins before the first synchronisation has ended");
+        ensure!(self.following().is_none(), "a log begins behind another one");
         let disk_reads = self.check_other(Mode::Lockstep)?.disk_reads;
         let following = Following::new(disk_reads, self.machine().disks().len(), epoch);
         lock(&self.present).following = Some(Arc::new(following));
         Ok(())
     }
 
-    /// The log will end with the epoch that comes.
-    pub(super) fn expect_end_of_log(&self) -> anyhow::Result<()> {
+    /// The log will end with this epoch, which is on its way, and this rest of it.
+    pub(super) fn expect_end_of_log(&self, epoch: Epoch, rest: Vec<u8>) -> anyhow::Result<()> {
         self.check_other(Mode::Checkpoint)?;
-        self.following().context("a log ended that had not begun")?.expect_end();
-        Ok(())
+        self.following().context("a log ended that had not begun")?.expect_end(epoch, rest)
     }
 
-    /// Whether the turn is possible, before it is acknowledged.
+    /// Whether the turn is possible, before it is acknowledged: what it needs stays until then.
     fn check_other(&self, mode: Mode) -> anyhow::Result<Wanted> {
-        let prepared = lock(&self.present).orders.turns.other().map(Other::parts);
-        let Some((machine, wanted)) = prepared.filter(|(_, wanted)| wanted.mode == mode) else {
-            bail!("a turn came that was not prepared");
-        };
+        let fits = |other: &Other| other.wanted.mode == mode;
+        let expected = lock(&self.present).orders.turns.expect(fits).map(Other::parts);
+        let (machine, wanted) = expected.map_err(anyhow::Error::msg)?;
         ensure!(machine.is_alive(), OwnFailure::Turn(ended(&machine)));
         Ok(wanted)
     }
 
-    /// An epoch is committed: what it needs, if it is a turn.
-    pub(super) fn turn_of(&self, part: &WholeEpoch) -> Option<Other> {
-        let turns = |piece: &&Piece<'static>| matches!(piece, Piece::LogBegins | Piece::LogEnds(_));
-        let piece = part.pieces.iter().find(turns)?;
-        let other = lock(&self.present).orders.turns.commit();
-        if let (Piece::LogEnds(rest), Some(following)) = (piece, self.following()) {
+    /// An epoch is committed that is this turn: what it needs.
+    pub(super) fn commit_turn(&self, turn: LogTurn) -> Option<Other> {
+        if let (LogTurn::Ends, Some(following)) = (turn, self.following()) {
             // The apply thread may be waiting for it.
-            if let Err(error) = following.end_with(rest) {
-                following.end();
-                return self.refuse_turn(error);
-            }
+            following.end_at_checkpoint();
         }
-        other
-    }
-
-    fn refuse_turn(&self, error: anyhow::Error) -> Option<Other> {
-        tracing::warn!(vm = %self.vm, "the end of the log is wrong: {error:#}");
-        None
+        lock(&self.present).orders.turns.commit()
     }
 
     /// The other QEMU takes the place of the one that there is, which has ended then.

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`ToBackup`] | what the primary says |
 //! | [`Piece`] | the part of it that belongs to an epoch |
+//! | [`WholeEpoch`] | what these make up, once all have come |
 //! | [`ToPrimary`] | what the backup says |
 //!
 //! Each has one `encode` and one `decode`: whatever a peer sends becomes a value of one of these,
@@ -20,19 +21,18 @@ mod piece;
 mod tests;
 mod to_backup;
 mod to_primary;
+mod whole;
 
 pub use piece::{PageBatch, Piece, device_state};
 pub use to_backup::ToBackup;
 pub use to_primary::ToPrimary;
+pub use whole::{LogTurn, WholeEpoch};
 
 use std::io;
 use understudy_link::channel::Channel;
 use understudy_link::link::Next;
+use understudy_protocol::Epoch;
 use understudy_protocol::wire::{Header, Kind};
-use understudy_protocol::{Epoch, StagedEpoch};
-
-/// An epoch that has come whole.
-pub type WholeEpoch = StagedEpoch<Piece<'static>>;
 
 /// A message as the wire has it.
 struct Encoded<'m> {

@@ -189,7 +189,7 @@ fn rounds(session: &Session) -> anyhow::Result<()> {
             session.records.change(&session.vm, |record| {
                 is_late = disks.iter().any(|disk| has_other_rounds(disk, *rounds));
                 if !is_late && !session.distrusts_mirrors.load(Ordering::Acquire) {
-                    record.sessions = Sessions::since(session.id.clone());
+                    record.sessions = Sessions::since(session.id.to_string());
                 }
             })?;
             if is_late {

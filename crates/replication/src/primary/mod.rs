@@ -58,7 +58,7 @@ use crate::heartbeat::{self, Dial, Heartbeats};
 use crate::lockstep::primary::{MACHINE, Recording, release};
 use crate::paths::PathMonitor;
 use crate::records::Records;
-use crate::sessions::Sessions;
+use crate::sessions::{SessionName, Sessions};
 use activity::Watch;
 use anyhow::Context;
 use crossbeam_channel::Receiver;
@@ -132,7 +132,7 @@ pub struct Plan {
     /// This host's QEMU.
     pub qemu: Release,
     /// Names the session; unique.
-    pub session: String,
+    pub session: SessionName,
     /// Sessions since which every change of the disks is known.
     pub sessions: Sessions,
     /// Asks whoever has won the VM, while its guest is kept here.
@@ -162,7 +162,7 @@ pub fn protect(
         identity: plan.identity.clone(),
         vm: machine.definition().name.clone(),
         peer: plan.peer.clone(),
-        session: plan.session.clone(),
+        session: plan.session.to_string(),
         addresses: plan.addresses.clone(),
     };
     let Taken { link, path, basis, version } = offer(&machine, &plan, (&group, place), &dialler)?;
@@ -240,7 +240,7 @@ fn note(session: &Session, mode: Mode) -> anyhow::Result<()> {
     fail::fail_point!("note-session");
     session.records.change(&session.vm, |record| {
         record.peer = Some(session.peer.clone());
-        record.sessions.note(session.id.clone());
+        record.sessions.note(session.id.to_string());
         record.in_lockstep = mode == Mode::Lockstep;
     })?;
     Ok(())

@@ -26,6 +26,7 @@ use crate::paths::PathMonitor;
 use crate::primary::TellSick;
 use crate::records::Records;
 use crate::resync::Basis;
+use crate::sessions::SessionName;
 use crossbeam_channel::Sender;
 use std::io;
 use std::sync::Arc;
@@ -57,7 +58,7 @@ pub struct Session {
     /// The backup's host name.
     pub peer: HostName,
     /// Names the session.
-    pub id: String,
+    pub id: SessionName,
     /// The basis that the first synchronisation begins with.
     pub basis: Basis,
     /// The wire version that is spoken with the backup.

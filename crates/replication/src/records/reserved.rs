@@ -126,7 +126,7 @@ mod tests {
         let path = disk.path().join("activation");
         Activation::prove(&path).unwrap();
         assert!(!path.exists(), "there is nothing to take over with yet");
-        let activation = Activation::prepare(&path, "s").unwrap();
+        let activation = Activation::prepare(&path, &"s".to_owned().try_into().unwrap()).unwrap();
         disk.fill();
         Activation::prove(&path).unwrap();
         assert!(Activation::read(&path).unwrap().is_none());

@@ -11,21 +11,34 @@ pub struct Orders<O> {
     /// Whether one is being prepared.
     preparing: bool,
     closed: bool,
+    /// Whether the epoch is on its way that is the turn.
+    expected: bool,
     /// Turns that are committed and not carried out.
     committed: u32,
 }
 
 impl<O> Default for Orders<O> {
     fn default() -> Orders<O> {
-        Orders { count: 0, other: None, preparing: false, closed: false, committed: 0 }
+        Orders {
+            count: 0,
+            other: None,
+            preparing: false,
+            closed: false,
+            expected: false,
+            committed: 0,
+        }
     }
 }
 
 impl<O> Orders<O> {
-    /// Another order has come: its number, and what was prepared for the one before, which is to be ended.
-    pub fn take(&mut self) -> (u64, Option<O>) {
+    /// Another order has come: its number, and what was prepared for the one before, which is to be ended. No primary
+    /// sends one while the turn before is on its way, which needs that.
+    pub fn take(&mut self) -> Result<(u64, Option<O>), &'static str> {
+        if self.expected {
+            return Err("an order of another turn came before the turn had");
+        }
         self.count += 1;
-        (self.count, self.other.take())
+        Ok((self.count, self.other.take()))
     }
 
     /// Notes that another QEMU is about to be prepared. False while one is: a peer could have this host start as
@@ -54,6 +67,16 @@ impl<O> Orders<O> {
         Ok(())
     }
 
+    /// An epoch is on its way that is a turn: what it needs, which must be for that one.
+    pub fn expect(&mut self, fits: impl Fn(&O) -> bool) -> Result<&O, &'static str> {
+        if self.expected {
+            return Err("a turn came before the one before had");
+        }
+        let other = self.other.as_ref().filter(|other| fits(other));
+        self.expected = other.is_some();
+        other.ok_or("a turn came that was not prepared")
+    }
+
     /// What is prepared.
     pub fn other(&self) -> Option<&O> {
         self.other.as_ref()
@@ -61,6 +84,7 @@ impl<O> Orders<O> {
 
     /// A turn is committed: what it needs, if that was prepared.
     pub fn commit(&mut self) -> Option<O> {
+        self.expected = false;
         self.committed += 1;
         self.other.take()
     }
@@ -82,15 +106,15 @@ impl<O> Orders<O> {
 pub struct LogSpan {
     machine: Epoch,
     last: Epoch,
-    /// An epoch is on its way that is a checkpoint again.
-    ending: bool,
+    /// The epoch, on its way, that is a checkpoint again.
+    ending: Option<Epoch>,
     ended: bool,
 }
 
 impl LogSpan {
     /// A log that begins behind this epoch.
     pub fn new(machine: Epoch) -> LogSpan {
-        LogSpan { machine, last: machine, ending: false, ended: false }
+        LogSpan { machine, last: machine, ending: None, ended: false }
     }
 
     /// The epoch behind which it begins.
@@ -103,21 +127,27 @@ impl LogSpan {
         if self.ended {
             return Ok(false);
         }
-        if epoch != self.last.next() {
+        if epoch != self.last.next() || self.ending.is_some() {
             return Err(format!("batch {epoch} of the log came after {}", self.last));
         }
         self.last = epoch;
         Ok(true)
     }
 
-    /// An epoch comes that is a checkpoint again, with which it ends.
-    pub fn expect_end(&mut self) {
-        self.ending = true;
+    /// An epoch comes that is a checkpoint again, with which it ends: the next one.
+    pub fn expect_end(&mut self, epoch: Epoch) -> Result<(), String> {
+        let is_next = self.ending.is_none() && epoch == self.last.next();
+        // Where no batch is taken in any more it matters no more.
+        if !is_next && !self.ended {
+            return Err(format!("the log is to end with epoch {epoch}, after {}", self.last));
+        }
+        self.ending = Some(epoch);
+        Ok(())
     }
 
     /// Whether messages of this epoch may come, which is a checkpoint: before the log, and when that ends.
     pub fn may_come(&self, epoch: Epoch) -> bool {
-        epoch <= self.machine || self.ending
+        epoch <= self.machine || self.ending.is_some_and(|ending| epoch >= ending)
     }
 
     /// No more comes, or is wanted. False if it had ended before.
@@ -140,7 +170,7 @@ mod tests {
         let mut orders = Orders::<()>::default();
         assert!(orders.begin_to_prepare() && !orders.begin_to_prepare());
         // An order that calls it off does not end what has begun.
-        assert_eq!(orders.take(), (1, None));
+        assert_eq!(orders.take(), Ok((1, None)));
         assert!(!orders.begin_to_prepare());
         orders.end_to_prepare();
         assert!(orders.begin_to_prepare());
@@ -149,9 +179,9 @@ mod tests {
     #[test]
     fn what_was_called_off_is_given_back() {
         let mut orders = Orders::default();
-        let (first, _) = orders.take();
+        let (first, _) = orders.take().unwrap();
         assert_eq!(orders.offer(first, 'a'), Ok(()));
-        let (second, left) = orders.take();
+        let (second, left) = orders.take().unwrap();
         assert_eq!((left, orders.offer(first, 'b')), (Some('a'), Err('b')));
         assert_eq!(orders.offer(second, 'c'), Ok(()));
         assert_eq!((orders.close(), orders.offer(second, 'd')), (Some('c'), Err('d')));
@@ -160,11 +190,25 @@ mod tests {
     #[test]
     fn a_turn_is_carried_out_before_the_next_is_prepared() {
         let mut orders = Orders::default();
-        let (number, _) = orders.take();
+        let (number, _) = orders.take().unwrap();
         assert!(orders.may_prepare() && orders.offer(number, 'a').is_ok());
         assert_eq!((orders.commit(), orders.may_prepare()), (Some('a'), false));
         orders.carried_out();
         assert!(orders.may_prepare() && orders.other().is_none());
+    }
+
+    // It was acknowledged, and the other QEMU for it had been ended.
+    #[test]
+    fn what_a_turn_on_its_way_needs_stays() {
+        let mut orders = Orders::default();
+        let (number, _) = orders.take().unwrap();
+        assert!(orders.expect(|_| true).is_err());
+        orders.offer(number, 'a').unwrap();
+        assert!(orders.expect(|&other| other == 'b').is_err());
+        assert_eq!(orders.expect(|&other| other == 'a'), Ok(&'a'));
+        assert!(orders.expect(|_| true).is_err() && orders.take().is_err());
+        assert_eq!(orders.commit(), Some('a'));
+        assert_eq!(orders.take(), Ok((2, None)));
     }
 
     #[test]
@@ -173,8 +217,11 @@ mod tests {
         assert!(log.may_come(Epoch(7)) && !log.may_come(Epoch(8)));
         assert_eq!(log.take(Epoch(8)), Ok(true));
         assert!(log.take(Epoch(8)).is_err() && log.take(Epoch(10)).is_err());
-        log.expect_end();
-        assert!(log.may_come(Epoch(9)));
+        assert!(log.expect_end(Epoch(8)).is_err() && log.expect_end(Epoch(10)).is_err());
+        log.expect_end(Epoch(9)).unwrap();
+        assert!(log.may_come(Epoch(9)) && log.may_come(Epoch(10)) && !log.may_come(Epoch(8)));
+        // Nothing of it comes behind its rest, which is the last that was looked at.
+        assert!(log.take(Epoch(9)).is_err() && log.expect_end(Epoch(9)).is_err());
         assert!(log.end() && !log.end());
         assert_eq!(log.take(Epoch(9)), Ok(false));
     }

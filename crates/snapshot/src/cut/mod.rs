@@ -26,13 +26,13 @@ const HELD_BYTES: usize = 8 << 20;
 
 /// Bytes of frames in flight across one snapshot; with more there is none. Of a network of ten gigabits a second
 /// that is a fifth of a second, and a peer decides how many there are.
-const LOGGED_BYTES: usize = 256 << 20;
+pub(crate) const LOGGED_BYTES: usize = 256 << 20;
 
 /// Bytes that a frame takes beside its own, for those who send very short ones.
 const FRAME_BYTES: usize = 128;
 
 /// Memory that a frame takes.
-fn memory(frame: &impl AsRef<[u8]>) -> usize {
+pub(crate) fn memory(frame: &impl AsRef<[u8]>) -> usize {
     frame.as_ref().len() + FRAME_BYTES
 }
 

@@ -45,6 +45,11 @@ pub struct AreaMap {
 
 const EXTENT_BYTES: usize = 8 + 2 + 4 + 2;
 
+/// Most bytes of a map of so many units: each is in a chunk of its own.
+pub(crate) fn most_bytes(units: u64) -> u64 {
+    units.saturating_mul(32 + EXTENT_BYTES as u64).saturating_add(24)
+}
+
 impl AreaMap {
     /// An area of zeros.
     pub fn zeros(units: u64) -> AreaMap {

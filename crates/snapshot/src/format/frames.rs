@@ -2,6 +2,7 @@
 
 use super::bytes::{Malformed, Reader};
 use crate::Member;
+use crate::cut::{LOGGED_BYTES, memory};
 use understudy_protocol::CardIndex;
 
 /// A frame that was sent before its sender's snapshot and not received before its receiver's:
@@ -28,13 +29,17 @@ pub(crate) fn encode_frames(frames: &[InFlightFrame]) -> Vec<u8> {
     bytes
 }
 
+/// Decodes what [`encode_frames`] made: no more than a snapshot is taken with, by the memory that it takes.
 pub(crate) fn decode_frames(bytes: &[u8]) -> Result<Vec<InFlightFrame>, Malformed> {
     let mut reader = Reader(bytes);
-    let mut frames = Vec::new();
+    let (mut frames, mut room) = (Vec::new(), LOGGED_BYTES);
     while !reader.0.is_empty() {
         let (from, card) = (Member(reader.u16()?), CardIndex(reader.u16()?));
         let length = reader.u32()? as usize;
-        frames.push(InFlightFrame { from, card, bytes: reader.bytes(length)?.to_vec() });
+        let bytes = reader.bytes(length)?;
+        let left = room.checked_sub(memory(&bytes));
+        room = left.ok_or(Malformed("there are more frames than any snapshot has"))?;
+        frames.push(InFlightFrame { from, card, bytes: bytes.to_vec() });
     }
     Ok(frames)
 }

@@ -11,13 +11,13 @@
 //! All but the manifest are chunks, named by the hash of their content. A chunk is written
 //! once whatever refers to it, never changed, and found damaged by its name.
 
-mod area;
+pub(crate) mod area;
 mod bytes;
 mod chunk;
 mod frames;
 mod header;
 mod manifest;
-mod working_set;
+pub(crate) mod working_set;
 
 pub use area::{AreaMap, Builder, Extent, Place};
 pub use bytes::Malformed;

@@ -15,6 +15,11 @@ pub struct Page {
     pub index: PageIndex,
 }
 
+/// Most bytes of a queue of a member with so many pages.
+pub(crate) fn most_bytes(pages: u64) -> u64 {
+    8 + RUN_BYTES as u64 * pages.min(MOST_QUEUED)
+}
+
 /// Pages in the order in which they should be loaded, each once, and how many of them are
 /// the working set.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -58,6 +63,9 @@ impl WorkingSet {
         while !reader.0.is_empty() {
             let (block, first) = (BlockId(reader.u16()?), reader.u64()?);
             let count = u64::from(reader.u32()?);
+            if count == 0 {
+                return Err(Malformed("a run of the queue has no page"));
+            }
             if count > longest.saturating_sub(queue.len() as u64) || first > u64::MAX - count {
                 return Err(Malformed("the queue has more pages than there can be"));
             }
@@ -95,6 +103,7 @@ mod tests {
     fn a_long_run_does_not_allocate_what_is_not_there() {
         let bytes = [&[0; 18][..], &u32::MAX.to_le_bytes()].concat();
         assert!(WorkingSet::decode(&bytes, 1 << 20).is_err());
+        assert!(WorkingSet::decode(&[0; 22], 1 << 20).is_err(), "a run of none");
         assert!(WorkingSet::decode(&bytes, 1 << 32).is_err(), "a memory of 16 TiB");
         assert!(WorkingSet::decode(&u64::MAX.to_le_bytes(), 1 << 20).is_err());
     }

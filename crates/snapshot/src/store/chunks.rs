@@ -1,10 +1,11 @@
 //! Chunks and what is made of them.
 
 use super::{CONCURRENT, Found, Store, StoreError};
+use crate::cut::LOGGED_BYTES;
 use crate::format::{
     AreaEntry, AreaMap, BLOB_CHUNK_BYTES, BadChunk, Blob, Compression, InFlightFrame, Malformed,
-    MemberEntry, MemberManifest, WorkingSet, decode_chunk, decode_frames, encode_chunk,
-    encode_frames,
+    MemberEntry, MemberManifest, WorkingSet, area, decode_chunk, decode_frames, encode_chunk,
+    encode_frames, working_set,
 };
 use crate::pack::NewChunk;
 use crate::{ChunkId, UNIT_BYTES};
@@ -15,6 +16,12 @@ use std::collections::BTreeSet;
 
 /// The longest blob that is read: more than a map of 16 TiB has.
 const MAX_BLOB: u64 = 4 << 30;
+
+/// The longest device state: no longer one is saved (`understudy_qemu`).
+const MOST_STATE: u64 = 64 << 20;
+
+/// The longest part: a name of a chunk for each MiB of its maps is most of it.
+const MOST_PART: u64 = 64 << 20;
 
 /// The most bytes of a chunk as it is stored: its content, or what that was packed to, with a head, and sealed.
 const MOST_STORED: u64 = BLOB_CHUNK_BYTES as u64 + 4096;
@@ -139,10 +146,15 @@ impl Store {
         Ok(Blob { bytes: bytes.len() as u64, chunks: ids })
     }
 
-    /// The bytes of a blob, checked.
+    /// The bytes of a blob, checked: of a file that somebody else made, of which nobody knows how long it is.
     pub fn blob(&self, blob: &Blob) -> Result<Vec<u8>, StoreError> {
+        self.blob_within(blob, MAX_BLOB)
+    }
+
+    /// The same of one that has so many bytes at most: a chunk of few bytes can be in it again and again.
+    fn blob_within(&self, blob: &Blob, most: u64) -> Result<Vec<u8>, StoreError> {
         let pieces = blob.bytes.div_ceil(BLOB_CHUNK_BYTES as u64);
-        if blob.bytes > MAX_BLOB || pieces != blob.chunks.len() as u64 {
+        if blob.bytes > most.min(MAX_BLOB) || pieces != blob.chunks.len() as u64 {
             return Err(StoreError::damaged("a list of chunks", "its length is impossible"));
         }
         let mut bytes = Vec::new();
@@ -168,7 +180,7 @@ impl Store {
 
     /// A member's part.
     pub fn member(&self, entry: &MemberEntry) -> Result<MemberManifest, StoreError> {
-        let json = self.blob(&entry.part)?;
+        let json = self.blob_within(&entry.part, MOST_PART)?;
         let what = || format!("the part of {}", entry.name);
         let member: MemberManifest =
             serde_json::from_slice(&json).map_err(|error| StoreError::damaged(what(), error))?;
@@ -182,12 +194,18 @@ impl Store {
     /// The map of a member's area.
     pub fn area(&self, entry: &AreaEntry) -> Result<AreaMap, StoreError> {
         let what = || format!("the map of {}", entry.name);
-        let map = AreaMap::decode(&self.blob(&entry.map)?)
-            .map_err(|error| StoreError::damaged(what(), error))?;
-        match map.units() == entry.bytes.div_ceil(UNIT_BYTES as u64) {
+        let units = entry.bytes.div_ceil(UNIT_BYTES as u64);
+        let map = self.blob_within(&entry.map, area::most_bytes(units))?;
+        let map = AreaMap::decode(&map).map_err(|error| StoreError::damaged(what(), error))?;
+        match map.units() == units {
             true => Ok(map),
             false => Err(StoreError::damaged(what(), "it has another length")),
         }
+    }
+
+    /// The state of a member's devices.
+    pub fn device_state(&self, member: &MemberManifest) -> Result<Vec<u8>, StoreError> {
+        self.blob_within(&member.device_state, MOST_STATE)
     }
 
     /// Stores the frames in flight to a member.
@@ -201,7 +219,7 @@ impl Store {
 
     /// The frames in flight to a member.
     pub fn frames(&self, member: &MemberManifest) -> Result<Vec<InFlightFrame>, StoreError> {
-        let bytes = self.blob(&member.in_flight)?;
+        let bytes = self.blob_within(&member.in_flight, LOGGED_BYTES as u64)?;
         self.whole(member, "frames in flight", decode_frames(&bytes))
     }
 
@@ -232,7 +250,7 @@ impl Store {
     }
 
     fn queue(&self, member: &MemberManifest, blob: &Blob) -> Result<WorkingSet, StoreError> {
-        let bytes = self.blob(blob)?;
+        let bytes = self.blob_within(blob, working_set::most_bytes(member.pages()))?;
         self.whole(member, "working set", WorkingSet::decode(&bytes, member.pages()))
     }
 

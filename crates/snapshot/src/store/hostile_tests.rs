@@ -111,3 +111,39 @@ fn what_is_longer_than_anything_that_was_stored_is_not_read() {
     let why = manifest.unwrap_err().to_string();
     assert!(why.contains("1099511627776 bytes"), "{why}");
 }
+
+/// A few KiB of a store had the daemon that verified it hold 20 GB.
+#[test]
+fn a_chunk_that_is_there_again_and_again_makes_nothing_longer_than_such_a_thing_is() {
+    let bench = Bench::new();
+    let (member, _) = bench.member(&AreaMap::zeros(UNITS), &[1], 1);
+    let store = &bench.store;
+    let chunk =
+        store.put_blob(&[0; crate::format::BLOB_CHUNK_BYTES], Compression::Lz4).unwrap().chunks[0];
+    let mib = |mib: usize| Blob { bytes: (mib as u64) << 20, chunks: vec![chunk; mib] };
+    let frames = |blob| store.frames(&MemberManifest { in_flight: blob, ..member.clone() });
+    let state = |blob| store.device_state(&MemberManifest { device_state: blob, ..member.clone() });
+    let queue = |blob| store.working_set(&MemberManifest { working_set: blob, ..member.clone() });
+    let area = |map| store.area(&AreaEntry { map, ..member.areas[0].clone() });
+    let entry = |part| MemberEntry {
+        name: member.name.clone(),
+        host: literal("a"),
+        memory: member.machine.memory,
+        part,
+    };
+    for refused in [
+        frames(mib(257)).map(drop),
+        state(mib(65)).map(drop),
+        queue(mib(1)).map(drop),
+        area(mib(1)).map(drop),
+        store.member(&entry(mib(65))).map(drop),
+    ] {
+        let why = refused.unwrap_err().to_string();
+        assert!(why.contains("its length is impossible"), "{why}");
+    }
+    assert_eq!(state(mib(64)).unwrap().len(), 64 << 20);
+    // An empty frame, as one is stored, is a part of 8 bytes, and more in memory.
+    assert_eq!(frames(mib(16)).unwrap().len(), 2 << 20);
+    let why = frames(mib(17)).unwrap_err().to_string();
+    assert!(why.contains("more frames than any snapshot has"), "{why}");
+}

@@ -1,7 +1,7 @@
 //! The checks of what a host's configuration names: its address, the arbiter, the peers.
 
 use super::Check;
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use std::fs;
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::fs::MetadataExt;
@@ -123,7 +123,7 @@ fn arbiter(config: Option<&ArbiterConfig>) -> Check {
         ),
         Some(ArbiterConfig::Etcd(etcd)) => (
             try_etcd(etcd),
-            format!("etcd answers at {}", etcd.endpoints.join(", ")),
+            format!("etcd answers at {}", etcd.endpoints),
             "all endpoints must be members of one cluster that has a leader",
         ),
     };
@@ -146,11 +146,18 @@ enum Tried {
     Fills,
 }
 
-/// Every endpoint answers with what the whole cluster knows; changes nothing.
+/// Every endpoint answers with what the whole cluster knows, which is one and the same; changes nothing.
 fn try_etcd(config: &EtcdConfig) -> anyhow::Result<Tried> {
-    for endpoint in &config.endpoints {
-        let alone = EtcdConfig { endpoints: vec![endpoint.clone()], ..config.clone() };
-        Etcd::new(&alone)?.get::<serde_json::Value>("/doctor")?;
+    let mut first = None;
+    for endpoints in config.endpoints.each() {
+        let alone = EtcdConfig { endpoints, ..config.clone() };
+        let (_, cluster) = Etcd::new(&alone)?.get_from::<serde_json::Value>("/doctor")?;
+        let known = *first.get_or_insert(cluster);
+        ensure!(
+            cluster == known,
+            "{} is a member of the cluster {cluster}, the first endpoint one of {known}",
+            alone.endpoints
+        );
     }
     Ok(match Etcd::new(config)?.keeps_all(MANY_REVISIONS)? {
         true => Tried::Fills,
@@ -232,6 +239,7 @@ mod tests {
     use crate::doctor::State;
     use std::io;
     use std::os::unix::fs::PermissionsExt;
+    use understudy_daemon::config::EtcdEndpoints;
     use understudy_protocol::literal;
 
     /// A stranger that accepted connections was once taken for the peer, and a peer that was not up
@@ -336,7 +344,8 @@ mod tests {
         let endpoint = format!("http://{}", listener.local_addr().unwrap());
         drop(listener);
         let prefix = "/understudy".to_owned();
-        let etcd = EtcdConfig { endpoints: vec![endpoint.clone()], prefix, tls: None };
+        let endpoints = EtcdEndpoints::new(std::slice::from_ref(&endpoint), None).unwrap();
+        let etcd = EtcdConfig { endpoints, prefix };
         let check = arbiter(Some(&ArbiterConfig::Etcd(etcd)));
         assert_eq!(check.state, State::Fail);
         assert!(check.detail.contains(&endpoint), "{}", check.detail);

@@ -10,8 +10,8 @@ use crate::stage::{
 use anyhow::{Context, Result, ensure};
 use std::io::{BufRead, BufReader};
 use std::time::{Duration, Instant};
-use understudy_arbiter::EtcdConfig;
 use understudy_arbiter::etcd::Etcd;
+use understudy_arbiter::{EtcdConfig, EtcdEndpoints};
 use understudy_lab::scene::VM;
 use understudy_lab::{ArbiterKind, HostOptions, Scene, in_namespace, wait_for};
 
@@ -177,8 +177,9 @@ fn hosts_that_idle_do_not_fill_etcd() {
         let made = scene.etcd()?.revision()? - before;
         // A host that stood still has another lease, which is a revision when it ends, too.
         ensure!(made <= 6, "{made} revisions");
-        let endpoints = vec![understudy_lab::Etcd::endpoint(scene.lab(), "a")?];
-        let config = EtcdConfig { endpoints, prefix: "/understudy".to_owned(), tls: None };
+        let endpoint = understudy_lab::Etcd::endpoint(scene.lab(), "a")?;
+        let endpoints = EtcdEndpoints::new(&[endpoint], None).map_err(anyhow::Error::msg)?;
+        let config = EtcdConfig { endpoints, prefix: "/understudy".to_owned() };
         let (etcd, host) = (Etcd::new(&config)?, scene.lab().host("a")?);
         let keeps = |revisions| in_namespace(&host, || etcd.keeps_all(revisions))?;
         ensure!(keeps(1)?, "nobody has compacted them");

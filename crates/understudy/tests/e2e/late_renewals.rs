@@ -7,7 +7,7 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
-use understudy_arbiter::{Arbiter, ArbiterConfig, EtcdConfig};
+use understudy_arbiter::{Arbiter, ArbiterConfig, EtcdConfig, EtcdEndpoints};
 use understudy_lab::{Etcd, Lab, in_namespace};
 use understudy_protocol::{Generation, LeaseAnswer, LeaseErrand, Renewal, VmName, literal};
 
@@ -110,8 +110,9 @@ fn read_request(stream: &TcpStream) -> Result<Vec<u8>> {
 /// have found a lease that was over, and taken a VM whose owner lives.
 fn a_late_renewal(etcd: &str) -> Result<()> {
     let (relay, address) = Relay::start(etcd.trim_start_matches("http://"))?;
-    let endpoints = vec![format!("http://{address}"), etcd.to_owned()];
-    let config = EtcdConfig { endpoints, prefix: "/understudy".to_owned(), tls: None };
+    let endpoints = [format!("http://{address}"), etcd.to_owned()];
+    let endpoints = EtcdEndpoints::new(&endpoints, None).map_err(anyhow::Error::msg)?;
+    let config = EtcdConfig { endpoints, prefix: "/understudy".to_owned() };
     let cluster = understudy_arbiter::etcd::Etcd::new(&config)?;
     let config = ArbiterConfig::Etcd(config);
     let (vm, of): (VmName, _) = (literal("db"), Generation(1));

@@ -9,10 +9,12 @@ use super::attested::Word;
 use super::outgoing::Outgoing;
 use super::roster::{MemberCards, Place, Roster, Route};
 use super::{CutListener, Joining};
+use crate::config::MOST_MEMBERS;
 use anyhow::ensure;
 use crossbeam_channel::Receiver;
-use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Weak};
 use tracing::{info, warn};
 use understudy_link::link::Link;
@@ -44,12 +46,33 @@ impl AsRef<[u8]> for Frame {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Presence {
     pub incarnation: Incarnation,
+    #[serde(deserialize_with = "members")]
     pub members: Vec<MemberCards>,
     /// The names of all members, by which they are numbered there; none of a version before this.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "names")]
     pub names: Option<Vec<VmName>>,
     /// Whether the other host is to say the same of its own.
     pub answer: bool,
+}
+
+fn members<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<MemberCards>, D::Error> {
+    let members = Vec::deserialize(from)?;
+    each_once(&members, |known: &MemberCards| known.member).map_err(D::Error::custom)?;
+    Ok(members)
+}
+
+fn names<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Vec<VmName>>, D::Error> {
+    let names: Option<Vec<VmName>> = Option::deserialize(from)?;
+    each_once(names.as_deref().unwrap_or_default(), VmName::clone).map_err(D::Error::custom)?;
+    Ok(names)
+}
+
+fn each_once<T, K: Ord>(members: &[T], key: impl Fn(&T) -> K) -> Result<(), String> {
+    let once: BTreeSet<K> = members.iter().map(key).collect();
+    match once.len() == members.len() && members.len() <= MOST_MEMBERS {
+        true => Ok(()),
+        false => Err(format!("a cluster has no member twice, and {MOST_MEMBERS} at most")),
+    }
 }
 
 /// Asks for the arbiter's word on a VM that is that host's, which says so, in that generation.

@@ -401,3 +401,33 @@ fn a_host_speaks_for_its_own_members_only() {
     assert_eq!(says("a", Member(7)), 0, "there is no such member");
     assert_eq!(says("a", a.member), 1, "to take snapshot 9");
 }
+
+/// A host that said of its members that they had as many cards as a message has room for, again and again, held up each
+/// frame of the members here.
+#[test]
+fn no_host_says_more_of_its_members_than_there_can_be() {
+    let said = |members: Vec<(u16, usize)>, names: Option<Vec<String>>| {
+        let known = |(member, cards)| MemberCards {
+            member: Member(member),
+            generation: Generation(1),
+            cards: vec![card(Member(1)); cards],
+        };
+        let members: Vec<MemberCards> = members.into_iter().map(known).collect();
+        let names = names.map(|names| names.iter().map(|name| name.parse().unwrap()).collect());
+        let presence = Presence { incarnation: Incarnation(1), members, names, answer: true };
+        let json = serde_json::to_vec(&presence).unwrap();
+        serde_json::from_slice::<Presence>(&json).map(|read| assert_eq!(read, presence))
+    };
+    let named = |count: usize| Some((0..count).map(|n| format!("vm{n}")).collect());
+    said((0..64).map(|member| (member, 14)).collect(), named(64)).unwrap();
+    said(vec![(1, 0)], None).unwrap();
+    for wrong in [
+        said(vec![(1, 15)], named(2)),
+        said(vec![(1, 1), (1, 1)], named(2)),
+        said((0..65).map(|member| (member, 1)).collect(), None),
+        said(vec![(1, 1)], named(65)),
+        said(vec![(1, 1)], Some(vec!["db".to_owned(), "db".to_owned()])),
+    ] {
+        wrong.unwrap_err();
+    }
+}

@@ -1,11 +1,13 @@
 //! Roster of members: which cards each has, and where it runs.
 
 use super::attested::Word;
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeMap;
 use understudy_network::{MacAddress, addresses};
 use understudy_protocol::HostName;
 use understudy_protocol::{CardIndex, Generation};
+use understudy_qemu::command::MAX_CARDS;
 use understudy_qemu::definition::CardDefinition;
 use understudy_snapshot::Member;
 
@@ -15,7 +17,17 @@ pub struct MemberCards {
     pub member: Member,
     /// Generation in which its host owns it.
     pub generation: Generation,
+    #[serde(deserialize_with = "cards")]
     pub cards: Vec<CardDefinition>,
+}
+
+/// Cards of a VM: each frame of a cluster goes past all of them.
+fn cards<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<CardDefinition>, D::Error> {
+    let cards = Vec::deserialize(from)?;
+    match cards.len() <= MAX_CARDS {
+        true => Ok(cards),
+        false => Err(D::Error::custom(format!("a VM has {MAX_CARDS} cards at most"))),
+    }
 }
 
 /// Place where a member runs.

@@ -10,7 +10,7 @@ use crate::lockstep::writes::Writes;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
-use understudy_lockstep::{Comparison, Feed, LogPosition, Mark};
+use understudy_lockstep::{Comparison, Feed, LogPosition, Mark, Rest};
 use understudy_protocol::Epoch;
 use understudy_protocol::wire::LogProgress;
 use understudy_qemu::lockstep::LogStatus;
@@ -48,6 +48,8 @@ struct State {
     feed: Feed,
     rate: Rate,
     span: LogSpan,
+    /// Rest of the log, once the epoch is on its way with which it ends.
+    rest: Option<Rest>,
     /// Comparisons at the marks of the feed.
     asked: Asked,
     /// QEMU has another place: there is nothing left to be watched.
@@ -149,9 +151,12 @@ impl Following {
         }
     }
 
-    /// An epoch is on its way that is a checkpoint again, with which the log ends.
-    pub fn expect_end(&self) {
-        self.state.lock().span.expect_end();
+    /// This epoch is on its way, a checkpoint again, with which the log ends, and this rest of it.
+    pub fn expect_end(&self, epoch: Epoch, rest: Vec<u8>) -> anyhow::Result<()> {
+        let mut state = self.state.lock();
+        state.span.expect_end(epoch).map_err(anyhow::Error::msg)?;
+        state.rest = Some(state.feed.last(rest)?);
+        Ok(())
     }
 
     /// Whether messages of this epoch, a checkpoint, may come.
@@ -159,15 +164,14 @@ impl Following {
         self.state.lock().span.may_come(epoch)
     }
 
-    /// Ends the log with this rest of it, as that epoch is committed.
-    pub fn end_with(&self, rest: &[u8]) -> anyhow::Result<()> {
+    /// Ends the log with the rest of it, as the epoch is committed that came with it.
+    pub fn end_at_checkpoint(&self) {
         let mut state = self.state.lock();
-        if !state.span.has_ended() {
-            state.feed.receive(rest, clock::now())?;
+        if let Some(rest) = state.rest.take().filter(|_| !state.span.has_ended()) {
+            state.feed.receive_last(rest, clock::now());
         }
         drop(state);
         self.end();
-        Ok(())
     }
 
     /// QEMU has executed all of it, and another one has its place.
