@@ -193,6 +193,12 @@ impl ScanArea {
         Ok(())
     }
 
+    /// Whether it repays to leave the hot pages out that were found: a call costs about what a fault does.
+    fn hot_repay(&self) -> bool {
+        let hot: u64 = self.hot.iter().map(|run| (run.end - run.start) / PAGE_SIZE as u64).sum();
+        calls(&self.cold, self.reprotect).count() as u64 <= hot
+    }
+
     fn protect_cold(&mut self, pagemap: &Pagemap, found: &mut DirtySet) -> Result<(), MemoryError> {
         let cold = std::mem::take(&mut self.cold);
         for call in calls(&cold, self.reprotect) {
