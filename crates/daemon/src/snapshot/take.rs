@@ -453,10 +453,11 @@ mod tests {
         snapshots.forget_gone();
         assert!(lock(&taking.state).base.is_some(), "its machine runs");
         drop(machine);
+        snapshots.forget_gone();
+        assert!(lock(&taking.state).base.is_none());
         while lock(&taking.state).thread.is_some() {
             snapshots.forget_gone();
         }
-        assert!(lock(&taking.state).base.is_none());
     }
 
     /// It was snapshotted, and every restore refused it.
