@@ -20,8 +20,8 @@ help: ## List the targets
 demo: build guests ## Kill a VM's host; its connection lives on (CUT=network: cut it off; MODE=lockstep; JSON=1: as JSON)
 	@$(LAB) demo $(DEMO_OPTIONS)
 
-test: ## All tests; the last line is the total
-	@scripts/test
+test: ## All tests; the last line is the total (SHARE=K/N: of the longest stories the K-th share alone)
+	@scripts/test $(if $(SHARE),--share $(SHARE))
 
 test-long: ## All tests, the long ones included
 	@scripts/test --include-ignored

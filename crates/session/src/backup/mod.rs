@@ -269,16 +269,12 @@ impl Standby {
         let mut actions = Vec::new();
         self.core.handle(now, BackupEvent::Staged(epoch), &mut actions);
         for action in actions {
-            let is_applied = apply && action == BackupAction::AcknowledgeAndApply(epoch);
-            if is_applied {
+            if apply && action == BackupAction::AcknowledgeAndApply(epoch) {
                 let commits = (0..self.members.len()).map(|place| Effect::Commit(place, epoch));
                 effects.extend(commits);
-            }
-            self.act(action, effects);
-            // Whoever applies it is woken behind the word that others wait for.
-            if is_applied {
                 self.plan_for_all(Step::Apply(epoch), effects);
             }
+            self.act(action, effects);
         }
     }
 
