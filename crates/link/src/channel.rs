@@ -10,7 +10,6 @@ use anyhow::{Context, bail};
 use serde::Serialize;
 use std::collections::VecDeque;
 use std::io;
-use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -134,16 +133,14 @@ impl Channel {
     }
 
     /// Notes that what was sent so far has the end of an epoch. Of many that are on their way the
-    /// first are noted: of the others it is known once later ones have arrived. Gives how fast the
-    /// system finds the connection, if it has looked.
-    pub fn note_end(&self, epoch: Epoch) -> Option<NonZeroU64> {
+    /// first are noted: of the others it is known once later ones have arrived.
+    pub fn note_end(&self, epoch: Epoch) {
         let mut state = self.state.lock();
-        if state.delivered.ends.len() >= MOST_ENDS {
-            return None;
+        if state.delivered.ends.len() < MOST_ENDS
+            && let Some(end) = state.link.as_ref().and_then(Link::sent)
+        {
+            state.delivered.ends.push_back((epoch, end));
         }
-        let sent = state.link.as_ref().and_then(Link::sent)?;
-        state.delivered.ends.push_back((epoch, sent.end));
-        sent.rate
     }
 
     /// Number of times that it went on over another connection.

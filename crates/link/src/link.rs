@@ -3,8 +3,6 @@
 
 mod delivered;
 
-pub use delivered::Sent;
-
 use crate::tls::{Closable, NotTls, Tls, TlsStream, explain, part};
 use anyhow::{Context, bail, ensure};
 use nix::errno::Errno;
@@ -152,8 +150,9 @@ impl Link {
         delivered::delivered(&self.0.socket).unwrap_or_default()
     }
 
-    /// What was sent so far, as [`Link::delivered`] counts; none where it is not known.
-    pub fn sent(&self) -> Option<Sent> {
+    /// Position where what was sent so far ends, as [`Link::delivered`] counts; none where it is
+    /// not known.
+    pub fn sent(&self) -> Option<u64> {
         delivered::sent(&self.0.socket)
     }
 

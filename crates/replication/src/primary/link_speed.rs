@@ -5,13 +5,8 @@
 //! acknowledgement tells when all of it had arrived: writing to a socket says little, since
 //! the system takes a small epoch whole, whatever the link. The time that a burst of
 //! almost nothing takes is the way there and back, and no byte's fault.
-//!
-//! On hosts that are busy threads wait for a processor on either side, and their time would count as
-//! the link's. The two systems acknowledge to each other what arrives, whoever reads it: the link is
-//! no slower than they say. That is a bound alone: it has the way there and back in it.
 
 use std::collections::VecDeque;
-use std::num::NonZeroU64;
 use std::time::Duration;
 use understudy_protocol::{Epoch, Time};
 
@@ -63,16 +58,11 @@ pub struct LinkSpeed {
     bulk: (u64, Duration),
     delays: VecDeque<f64>,
     seconds_per_byte: VecDeque<f64>,
-    /// The same by the systems' acknowledgements, at the ends of epochs.
-    by_systems: VecDeque<f64>,
 }
 
 impl LinkSpeed {
-    /// All of `epoch` was sent; the system finds, or found lately, that the connection takes so many bytes a second.
-    pub fn ended(&mut self, epoch: Epoch, burst: &Burst, rate: Option<NonZeroU64>) {
-        if let Some(rate) = rate {
-            keep(&mut self.by_systems, 1.0 / rate.get() as f64);
-        }
+    /// All of `epoch` was sent.
+    pub fn ended(&mut self, epoch: Epoch, burst: &Burst) {
         self.in_flight.push_back((epoch, burst.clone()));
     }
 
@@ -99,8 +89,9 @@ impl LinkSpeed {
 
     /// Seconds that a byte takes; none as long as nothing is known.
     pub fn seconds_per_byte(&self) -> Option<f64> {
-        let measured = typical(&self.seconds_per_byte)?;
-        Some(typical(&self.by_systems).map_or(measured, |bound| measured.min(bound)))
+        let mut sorted: Vec<f64> = self.seconds_per_byte.iter().copied().collect();
+        sorted.sort_by(f64::total_cmp);
+        sorted.get(sorted.len().saturating_sub(1) / ONE_OF).copied()
     }
 
     fn arrived(&mut self, burst: &Burst, took: Duration) {
@@ -112,13 +103,6 @@ impl LinkSpeed {
             keep(&mut self.seconds_per_byte, (took - delay).max(0.0) / burst.bytes as f64);
         }
     }
-}
-
-/// The value that counts of the last ones.
-fn typical(values: &VecDeque<f64>) -> Option<f64> {
-    let mut sorted: Vec<f64> = values.iter().copied().collect();
-    sorted.sort_by(f64::total_cmp);
-    sorted.get(sorted.len().saturating_sub(1) / ONE_OF).copied()
 }
 
 fn keep(values: &mut VecDeque<f64>, value: f64) {
@@ -142,13 +126,8 @@ mod tests {
     fn burst(link: &mut LinkSpeed, epoch: u64, bytes: u64, took: u64) {
         let mut burst = Burst::begin(at(epoch * 1000));
         burst.add(bytes);
-        link.ended(Epoch(epoch), &burst, None);
+        link.ended(Epoch(epoch), &burst);
         link.acknowledged(Epoch(epoch), at(epoch * 1000 + took));
-    }
-
-    /// An epoch ends at which the system finds the link so fast.
-    fn rate(link: &mut LinkSpeed, bytes_per_second: u64) {
-        link.ended(Epoch(0), &Burst::begin(at(0)), NonZeroU64::new(bytes_per_second));
     }
 
     fn assert_speed(link: &LinkSpeed, expected: f64) {
@@ -184,56 +163,13 @@ mod tests {
         assert_speed(&link, MEGABYTE_PER_SECOND);
     }
 
-    /// Of two busy hosts each epoch waited for threads: the link was called slow, and processors
-    /// compressed for it what it would have taken.
-    #[test]
-    fn hosts_that_are_always_busy_are_no_slow_link() {
-        let mut link = LinkSpeed::default();
-        rate(&mut link, 1_000_000);
-        assert_eq!(link.seconds_per_byte(), None, "a bound alone says nothing");
-        for epoch in 1..16 {
-            burst(&mut link, epoch, 100_000, 400);
-            rate(&mut link, 1_000_000);
-        }
-        assert_speed(&link, MEGABYTE_PER_SECOND);
-    }
-
-    #[test]
-    fn the_systems_do_not_make_a_link_slow() {
-        let mut link = LinkSpeed::default();
-        for epoch in 1..16 {
-            burst(&mut link, epoch, 100_000, 100);
-            // An epoch of few bytes takes the time of the way, too.
-            rate(&mut link, 20_000);
-        }
-        assert_speed(&link, MEGABYTE_PER_SECOND);
-    }
-
-    /// Where a link takes a little faster than it goes on.
-    #[test]
-    fn a_few_fast_looks_do_not_make_a_link_fast() {
-        let mut link = LinkSpeed::default();
-        for epoch in 1..31 {
-            burst(&mut link, epoch, 100_000, 100);
-            rate(&mut link, if epoch % 10 == 0 { 500_000_000 } else { 900_000 });
-        }
-        assert_speed(&link, MEGABYTE_PER_SECOND);
-        (0..15).for_each(|_| rate(&mut link, 500_000_000));
-        assert!(
-            link.seconds_per_byte().unwrap() < MEGABYTE_PER_SECOND / 100.0,
-            "it has become fast"
-        );
-        (0..15).for_each(|_| rate(&mut link, 900_000));
-        assert_speed(&link, MEGABYTE_PER_SECOND);
-    }
-
     #[test]
     fn the_encoders_time_is_not_the_links() {
         let mut link = LinkSpeed::default();
         let mut burst = Burst::begin(at(0));
         burst.add(100_000);
         burst.encoded(Duration::from_millis(400));
-        link.ended(Epoch(1), &burst, None);
+        link.ended(Epoch(1), &burst);
         link.acknowledged(Epoch(1), at(500));
         assert_speed(&link, MEGABYTE_PER_SECOND);
     }

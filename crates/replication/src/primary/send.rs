@@ -190,9 +190,9 @@ impl Sending<'_> {
                 let sums = self.digests.remove(&epoch).unwrap_or_default().sums();
                 let end = EpochEnd { epoch, sums, age: clock::now() - stopped };
                 let header = ToBackup::EpochEnd(end).send(self.link, Next::Unknown)?;
-                let rate = self.link.note_end(epoch);
+                self.link.note_end(epoch);
                 self.count(&header);
-                self.stats.link(|link| link.ended(epoch, &self.burst, rate));
+                self.stats.link(|link| link.ended(epoch, &self.burst));
                 fail::fail_point!("after-epoch-end");
                 Ok(())
             }
