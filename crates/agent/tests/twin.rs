@@ -49,38 +49,6 @@ fn a_checkpoint_by_the_dirty_log_is_the_guests_memory() {
     compare(Way::Log, 2_000, 10);
 }
 
-/// Of pages that are written in every epoch, which stay unprotected.
-#[test]
-fn a_checkpoint_of_hot_pages_is_the_guests_memory() {
-    let accel = accelerator();
-    let (mut machine, mut console) =
-        boot(Start { accel: &accel, mebibytes: SYSTEM_MIB, ..Start::default() });
-    let blocks = machine.blocks();
-    let (mut tracker, pauser) = track(&machine, scans(), &blocks);
-    let mut twin = Twin::of(&blocks);
-    let (mut dirty, mut found) = (DirtySet::new(), DirtySet::new());
-    console.say("guest-tools dirty 400 0 &");
-    let mut hot = 0;
-    for checkpoint in 0..60 {
-        wait_for("the guest to write its pages", || tracker.count().unwrap() >= 300);
-        tracker.scan_before(&mut dirty).unwrap();
-        found.append(&dirty);
-        twin.take(&mut dirty);
-        let mut pause = pauser.begin().unwrap().expect("the guest runs");
-        tracker.scan(&mut dirty).unwrap();
-        found.append(&dirty);
-        twin.take(&mut dirty);
-        pause.saved().unwrap();
-        twin.prove(checkpoint);
-        hot += tracker.hot_pages();
-        tracker.learn(&found);
-        found.clear();
-        pause.resume().unwrap();
-    }
-    assert!(hot > 60 * 150, "{hot} hot pages in all checkpoints");
-    assert_eq!(machine.quit(), Some(0));
-}
-
 #[test]
 #[ignore = "long: a hundred checkpoints of 50 000 pages; `make test-kvm` runs it"]
 fn a_hundred_checkpoints_of_a_busy_guest_are_its_memory() {

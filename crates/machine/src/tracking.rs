@@ -38,29 +38,11 @@ impl Tracker {
         }
     }
 
-    /// A pre-copy round, while the guest runs: finds pages of main memory alone, and none that will be found in the
-    /// pause in any case. The same holds for those it finds.
+    /// The same of main memory alone, for a pre-copy round while the guest runs: the pause finds the rest.
     pub fn scan_before(&mut self, dirty: &mut DirtySet) -> anyhow::Result<()> {
         match self {
             Tracker::Scans(tracker) => Ok(tracker.scan_before(dirty)?),
             Tracker::Log(tracker) => tracker.scan_before(dirty),
-        }
-    }
-
-    /// An epoch is over whose scans found `found`.
-    pub fn learn(&mut self, found: &DirtySet) {
-        match self {
-            Tracker::Scans(tracker) => tracker.learn(found),
-            // Whatever the log has given is logged anew.
-            Tracker::Log(_) => {}
-        }
-    }
-
-    /// The number of pages that the next pre-copy round leaves for the pause.
-    pub fn hot_pages(&self) -> u64 {
-        match self {
-            Tracker::Scans(tracker) => tracker.hot_pages(),
-            Tracker::Log(_) => 0,
         }
     }
 

@@ -13,9 +13,8 @@
 //! announces the whole range before it looks. Where KVM runs the guest ([`Reprotect::Runs`]), a
 //! first call looks, and further ones protect what it found. What counts is the report of those
 //! that protect: what is written between the two is in it, or is still unprotected and is found
-//! the next time. In this way [hot pages](HotPages) stay unprotected, too: each look finds them.
+//! the next time.
 
-use crate::hot::HotPages;
 use crate::kernel::{AddressRange, PageRegion, Pagemap, Userfaultfd};
 use crate::{DirtySet, MemoryError, RamBlock};
 use std::io;
@@ -27,18 +26,13 @@ const TABLE_BYTES: u64 = 2 << 20;
 /// Number of regions that the kernel reports in one call.
 const REGIONS_PER_CALL: usize = 512;
 
-/// The number of written pages along with which one clean page may be protected, to save a call, where that costs the
-/// guest a fault.
+/// The number of written pages along with which one clean page may be protected, to save a call.
 const WRITTEN_PER_CLEAN: u64 = 8;
-
-/// The most clean pages that are passed over to save a call, where that costs nothing else.
-const MOST_CLEAN: u64 = 256;
 
 /// The way in which a scan protects again what was written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reprotect {
-    /// Protection in the call that looks, unless hot pages are to be left out: the fewest calls. For a guest that QEMU
-    /// emulates.
+    /// Protection in the call that looks: the fewest calls. For a guest that QEMU emulates.
     AtOnce,
     /// Protection run by run, after a look: for KVM, whose mappings of what nobody wrote stay then.
     Runs,
@@ -52,28 +46,8 @@ pub(crate) struct ScanArea {
     tables: Vec<Table>,
     reprotect: Reprotect,
     regions: Box<[PageRegion]>,
-    /// Regions that a look found, and what of them is hot or is to be protected.
+    /// Regions that a look found, for [`Reprotect::Runs`].
     looked: Box<[PageRegion]>,
-    hot: Vec<PageRegion>,
-    cold: Vec<Cold>,
-}
-
-/// A run of written pages to be protected.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Cold {
-    start: u64,
-    end: u64,
-    /// Whether hot pages lie before it, over which no call may go.
-    behind_hot: bool,
-}
-
-/// What a scan does with hot pages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Hot {
-    /// They are found with the others.
-    Found,
-    /// They are left for the pause.
-    Left,
 }
 
 /// The knowledge about the memory that one page table maps.
@@ -92,15 +66,14 @@ impl ScanArea {
     pub fn new(block: &RamBlock, range: AddressRange, reprotect: Reprotect) -> ScanArea {
         let tables = (range.end() - 1) / TABLE_BYTES - range.start / TABLE_BYTES + 1;
         let regions = REGIONS_PER_CALL.min(range.pages() as usize);
+        let looked = if reprotect == Reprotect::Runs { regions } else { 0 };
         ScanArea {
             block: block.clone(),
             range,
             tables: vec![Table::Bare; tables as usize],
             reprotect,
             regions: vec![PageRegion::default(); regions].into(),
-            looked: vec![PageRegion::default(); regions].into(),
-            hot: Vec::new(),
-            cold: Vec::new(),
+            looked: vec![PageRegion::default(); looked].into(),
         }
     }
 
@@ -120,20 +93,14 @@ impl ScanArea {
         Ok(())
     }
 
-    /// Adds the pages written since the last scan to `found`, and protects them again but for those of `pages`.
-    pub fn scan(
-        &mut self,
-        pagemap: &Pagemap,
-        (pages, hot): (&HotPages, Hot),
-        found: &mut DirtySet,
-    ) -> Result<(), MemoryError> {
+    /// Adds the pages written since the last scan to `found`, and protects them again.
+    pub fn scan(&mut self, pagemap: &Pagemap, found: &mut DirtySet) -> Result<(), MemoryError> {
         self.look_for_content()?;
         let mut next = self.range.start;
         while let Some(range) = self.next_used(next) {
-            if self.reprotect == Reprotect::AtOnce && !self.has_hot(pages, range) {
-                self.protect_written(pagemap, range, found)?;
-            } else {
-                self.protect_runs(pagemap, range, (pages, hot), found)?;
+            match self.reprotect {
+                Reprotect::AtOnce => self.protect_written(pagemap, range, found)?,
+                Reprotect::Runs => self.protect_runs(pagemap, range, found)?,
             }
             next = range.end();
         }
@@ -160,18 +127,11 @@ impl ScanArea {
         Ok(pages / PAGE_SIZE as u64)
     }
 
-    fn has_hot(&self, pages: &HotPages, range: AddressRange) -> bool {
-        let first = self.run(range.start, range.end()).first;
-        let next = pages.from(self.block.id(), first).first();
-        next.is_some_and(|run| self.block.address_in_qemu() + run.first.byte_offset() < range.end())
-    }
-
-    /// Looks first; protects only where something was written that is not hot.
+    /// Looks first; protects only where something was written.
     fn protect_runs(
         &mut self,
         pagemap: &Pagemap,
         range: AddressRange,
-        (pages, hot): (&HotPages, Hot),
         found: &mut DirtySet,
     ) -> Result<(), MemoryError> {
         let mut start = range.start;
@@ -179,66 +139,14 @@ impl ScanArea {
             let (count, stopped_at) = pagemap
                 .scan_only(start, range.end(), &mut self.looked)
                 .map_err(|e| self.error("PAGEMAP_SCAN", e))?;
-            self.divide(count, pages);
-            if self.reprotect == Reprotect::AtOnce && !self.hot_repay() {
-                let all = AddressRange { start, bytes: stopped_at - start };
-                self.protect_written(pagemap, all, found)?;
-            } else {
-                self.protect_cold(pagemap, found)?;
-                let taken = if hot == Hot::Found { self.hot.len() } else { 0 };
-                (0..taken).try_for_each(|i| self.add(self.hot[i], found))?;
+            let mut next = 0;
+            while let Some((run, behind)) = worth_one_call(&self.looked[..count], next) {
+                self.protect_written(pagemap, run, found)?;
+                next = behind;
             }
             start = stopped_at;
         }
         Ok(())
-    }
-
-    /// Whether it repays to leave the hot pages out that were found: a call costs about what a fault does.
-    fn hot_repay(&self) -> bool {
-        let hot: u64 = self.hot.iter().map(|run| (run.end - run.start) / PAGE_SIZE as u64).sum();
-        calls(&self.cold, self.reprotect).count() as u64 <= hot
-    }
-
-    fn protect_cold(&mut self, pagemap: &Pagemap, found: &mut DirtySet) -> Result<(), MemoryError> {
-        let cold = std::mem::take(&mut self.cold);
-        for call in calls(&cold, self.reprotect) {
-            self.protect_written(pagemap, call, found)?;
-        }
-        self.cold = cold;
-        Ok(())
-    }
-
-    /// Divides the first `count` regions that the look found into hot and cold ones.
-    fn divide(&mut self, count: usize, pages: &HotPages) {
-        self.hot.clear();
-        self.cold.clear();
-        let Some(first) = self.looked[..count].first() else { return };
-        let first = self.run(first.start, first.end).first;
-        let base = self.block.address_in_qemu();
-        let mut runs = pages.from(self.block.id(), first).iter().map(|run| {
-            let start = base + run.first.byte_offset();
-            start..start + run.count * PAGE_SIZE as u64
-        });
-        let mut run = runs.next();
-        let mut behind_hot = false;
-        for region in &self.looked[..count] {
-            let mut start = region.start;
-            while start < region.end {
-                while run.as_ref().is_some_and(|run| run.end <= start) {
-                    run = runs.next();
-                }
-                let is_hot = run.as_ref().is_some_and(|run| run.start <= start);
-                let border = run.as_ref().map(|run| if is_hot { run.end } else { run.start });
-                let end = border.unwrap_or(region.end).min(region.end);
-                if is_hot {
-                    self.hot.push(PageRegion::new(start, end));
-                } else {
-                    self.cold.push(Cold { start, end, behind_hot });
-                }
-                behind_hot = is_hot;
-                start = end;
-            }
-        }
     }
 
     /// Finds and protects what was written in `range`.
@@ -356,38 +264,20 @@ impl ScanArea {
     }
 }
 
-/// The ranges that protect all of `cold`, a call each.
-fn calls(cold: &[Cold], reprotect: Reprotect) -> impl Iterator<Item = AddressRange> + '_ {
-    let mut first = 0;
-    std::iter::from_fn(move || {
-        let (range, behind) = worth_one_call(cold, first, reprotect)?;
-        first = behind;
-        Some(range)
-    })
-}
-
-/// The range from run `first` on that one call protects, and the first run behind it.
-fn worth_one_call(
-    cold: &[Cold],
-    first: usize,
-    reprotect: Reprotect,
-) -> Option<(AddressRange, usize)> {
-    let begin = cold.get(first)?;
+/// The range from region `first` on that one call protects, and the first region behind it.
+fn worth_one_call(regions: &[PageRegion], first: usize) -> Option<(AddressRange, usize)> {
+    let begin = regions.get(first)?;
     let (mut written, mut clean) = (begin.end - begin.start, 0);
     let mut behind = first + 1;
-    while let Some(next) = cold.get(behind).filter(|next| !next.behind_hot) {
-        let gap = next.start - cold[behind - 1].end;
+    while let Some(next) = regions.get(behind) {
+        let gap = next.start - regions[behind - 1].end;
         let more = next.end - next.start;
-        let repays = match reprotect {
-            Reprotect::AtOnce => gap <= MOST_CLEAN * PAGE_SIZE as u64,
-            Reprotect::Runs => (clean + gap) * WRITTEN_PER_CLEAN <= written + more,
-        };
-        if !repays {
+        if (clean + gap) * WRITTEN_PER_CLEAN > written + more {
             break;
         }
         (written, clean, behind) = (written + more, clean + gap, behind + 1);
     }
-    let bytes = cold[behind - 1].end - begin.start;
+    let bytes = regions[behind - 1].end - begin.start;
     Some((AddressRange { start: begin.start, bytes }, behind))
 }
 
@@ -395,35 +285,26 @@ fn worth_one_call(
 mod tests {
     use super::*;
 
-    /// The pages of the calls that protect these runs; before one with `true` lie hot pages.
-    fn called(pages: &[(u64, u64, bool)], reprotect: Reprotect) -> Vec<(u64, u64)> {
+    fn regions(pages: &[(u64, u64)]) -> Vec<PageRegion> {
         let page = PAGE_SIZE as u64;
-        let cold = |&(start, end, behind_hot): &_| Cold {
-            start: start * page,
-            end: end * page,
-            behind_hot,
-        };
-        let cold: Vec<_> = pages.iter().map(cold).collect();
-        calls(&cold, reprotect).map(|range| (range.start / page, range.end() / page)).collect()
+        let region = |&(start, end)| PageRegion::new(start * page, end * page);
+        pages.iter().map(region).collect()
+    }
+
+    /// The pages of the calls that protect these regions.
+    fn calls(pages: &[(u64, u64)]) -> Vec<(u64, u64)> {
+        let (regions, page) = (regions(pages), PAGE_SIZE as u64);
+        let first = worth_one_call(&regions, 0);
+        std::iter::successors(first, |&(_, behind)| worth_one_call(&regions, behind))
+            .map(|(range, _)| (range.start / page, range.end() / page))
+            .collect()
     }
 
     #[test]
     fn clean_pages_are_protected_only_along_with_many_written_ones() {
-        let called = |pages: &[(u64, u64)]| {
-            let cold: Vec<_> = pages.iter().map(|&(start, end)| (start, end, false)).collect();
-            called(&cold, Reprotect::Runs)
-        };
-        assert_eq!(called(&[]), []);
-        assert_eq!(called(&[(0, 1), (2, 3), (9, 10)]), [(0, 1), (2, 3), (9, 10)]);
-        assert_eq!(called(&[(0, 8), (9, 10), (20, 40)]), [(0, 10), (20, 40)]);
-        assert_eq!(called(&[(0, 4), (5, 9), (11, 12)]), [(0, 9), (11, 12)]);
-    }
-
-    #[test]
-    fn no_call_goes_over_hot_pages_or_far() {
-        let pages =
-            [(0, 1, false), (9, 10, false), (20, 30, true), (286, 287, false), (544, 545, false)];
-        assert_eq!(called(&pages, Reprotect::AtOnce), [(0, 10), (20, 287), (544, 545)]);
-        assert_eq!(called(&[(0, 9, false), (10, 19, true)], Reprotect::Runs), [(0, 9), (10, 19)]);
+        assert_eq!(calls(&[]), []);
+        assert_eq!(calls(&[(0, 1), (2, 3), (9, 10)]), [(0, 1), (2, 3), (9, 10)]);
+        assert_eq!(calls(&[(0, 8), (9, 10), (20, 40)]), [(0, 10), (20, 40)]);
+        assert_eq!(calls(&[(0, 4), (5, 9), (11, 12)]), [(0, 9), (11, 12)]);
     }
 }

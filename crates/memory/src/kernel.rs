@@ -60,8 +60,8 @@ pub(crate) struct PageRegion {
     categories: u64,
 }
 
+#[cfg(test)]
 impl PageRegion {
-    /// Written pages.
     pub fn new(start: u64, end: u64) -> PageRegion {
         PageRegion { start, end, categories: PAGE_IS_WRITTEN }
     }

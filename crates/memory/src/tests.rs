@@ -1,7 +1,6 @@
 //! Tracking, capture and replica together, on memory of this process: `GuestRam` is mapped
 //! a second time, and that mapping plays QEMU's.
 
-mod bound;
 mod cost;
 mod cuts;
 mod demand;

@@ -1,7 +1,6 @@
 //! Finding the pages that the guest wrote.
 
-use crate::area::{Hot, Reprotect, ScanArea};
-use crate::hot::HotPages;
+use crate::area::{Reprotect, ScanArea};
 use crate::kernel::{AddressRange, Pagemap, Userfaultfd};
 use crate::untracked::ComparedBlock;
 use crate::{DirtySet, MAIN_MEMORY, MemoryError, RamBlock, workers};
@@ -37,7 +36,6 @@ pub struct DirtyTracker {
     /// So many of them, the first ones, are of main memory.
     main_slices: usize,
     compared: Vec<ComparedBlock>,
-    hot: HotPages,
 }
 
 #[derive(Debug)]
@@ -71,7 +69,6 @@ impl DirtyTracker {
             slices: Vec::new(),
             main_slices: 0,
             compared: Vec::new(),
-            hot: HotPages::default(),
         };
         for block in blocks {
             tracker.add(block, reprotect)?;
@@ -110,8 +107,7 @@ impl DirtyTracker {
     /// Finds the pages written since the last scan (or [`DirtyTracker::arm`]) and protects
     /// them again. `dirty` is emptied first.
     ///
-    /// What is reported was written, or read for the first time: a page comes into being then. Pages
-    /// that were written in [each of the last epochs](DirtyTracker::learn) are reported unasked.
+    /// What is reported was written, or read for the first time: a page comes into being then.
     ///
     /// With the guest paused, what it finds is the rest of an epoch. Once `dirty` has grown to size,
     /// nothing is allocated.
@@ -119,20 +115,10 @@ impl DirtyTracker {
         self.scan_alive(dirty, Part::Everything)
     }
 
-    /// A pre-copy round, while the guest runs: finds pages of main memory alone, and none that will be
-    /// found in the pause in any case, since the guest writes them in every epoch.
+    /// The same of main memory alone, for a pre-copy round while the guest runs: of the other blocks few pages are
+    /// written, which the pause finds.
     pub fn scan_before(&mut self, dirty: &mut DirtySet) -> Result<(), MemoryError> {
-        self.scan_alive(dirty, Part::Precopied)
-    }
-
-    /// An epoch is over whose scans found `found`: what was in each of the last ones is not protected in the next one.
-    pub fn learn(&mut self, found: &DirtySet) {
-        self.hot.learn(found);
-    }
-
-    /// The number of pages that the next pre-copy round leaves for the pause.
-    pub fn hot_pages(&self) -> u64 {
-        self.hot.pages()
+        self.scan_alive(dirty, Part::MainMemory)
     }
 
     fn scan_alive(&mut self, dirty: &mut DirtySet, part: Part) -> Result<(), MemoryError> {
@@ -146,22 +132,21 @@ impl DirtyTracker {
     }
 
     fn scan_part(&mut self, dirty: &mut DirtySet, part: Part) -> Result<(), MemoryError> {
-        let hot = (&self.hot, if part == Part::Everything { Hot::Found } else { Hot::Left });
         let tables: usize = self.slices.iter().map(|slice| slice.area.armed_tables()).sum();
         let slices = match part {
             Part::Everything => &mut self.slices[..],
-            Part::Precopied => &mut self.slices[..self.main_slices],
+            Part::MainMemory => &mut self.slices[..self.main_slices],
         };
         if tables >= PARALLEL_TABLES {
-            scan_in_parallel(slices, &self.pagemap, hot, dirty)?;
+            scan_in_parallel(slices, &self.pagemap, dirty)?;
         } else {
             for Slice { area, .. } in slices {
-                area.scan(&self.pagemap, hot, dirty)?;
+                area.scan(&self.pagemap, dirty)?;
             }
         }
         match part {
             Part::Everything => self.compared.iter_mut().try_for_each(|block| block.scan(dirty)),
-            Part::Precopied => Ok(()),
+            Part::MainMemory => Ok(()),
         }
     }
 
@@ -201,18 +186,17 @@ impl Drop for DirtyTracker {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Part {
     Everything,
-    Precopied,
+    MainMemory,
 }
 
 fn scan_in_parallel(
     slices: &mut [Slice],
     pagemap: &Pagemap,
-    hot: (&HotPages, Hot),
     dirty: &mut DirtySet,
 ) -> Result<(), MemoryError> {
     workers::for_each(slices, |Slice { area, written }| {
         written.clear();
-        area.scan(pagemap, hot, written)
+        area.scan(pagemap, written)
     })?;
     slices.iter().for_each(|slice| dirty.append(&slice.written));
     Ok(())

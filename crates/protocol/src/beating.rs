@@ -91,8 +91,7 @@ mod tests {
         }
     }
 
-    /// Two ends for ten seconds, over a way that takes 0.1 ms and up to `jitter` more. A leader that is alone
-    /// from half of it on has no follower.
+    /// Two ends for ten seconds, over a way that takes 0.1 ms and up to `jitter` more.
     fn play(mut ends: [End; 2], jitter: u64) -> [End; 2] {
         let late = Duration::from_micros(80);
         for now in (0..10_000_000).step_by(10) {

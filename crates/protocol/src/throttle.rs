@@ -46,7 +46,6 @@ pub struct Throttle {
     arrived: Arrived,
     last_pages: u64,
     last_look: Time,
-    written: Written,
     share: f64,
     cut_short: u64,
 }
@@ -55,15 +54,6 @@ pub struct Throttle {
 struct Flight {
     epoch: Epoch,
     pages: u64,
-}
-
-/// The most pages that the guest may have written, a count that only grows.
-#[derive(Clone, Copy, Debug, Default)]
-struct Written {
-    /// The count at the last look …
-    seen: u64,
-    /// … and at the last one before the epoch that runs.
-    before: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -82,7 +72,6 @@ impl Throttle {
             arrived: Arrived::default(),
             last_pages: 0,
             last_look: Time::default(),
-            written: Written::default(),
             share: 1.0,
             cut_short: 0,
         }
@@ -97,7 +86,6 @@ impl Throttle {
         self.last_pages = pages;
         // Of the next epoch nothing is written yet.
         self.last_look = self.last_look.max(began);
-        self.written.before = self.written.seen;
         match self.transfer_time(pages) {
             Some(time) if time > 2 * self.target => self.slow_down(),
             Some(time) if 2 * time > self.target => {}
@@ -152,32 +140,11 @@ impl Throttle {
         (near || slow || self.is_limiting()).then(|| self.last_look + LOOK_INTERVAL - now)
     }
 
-    /// Whether the pages of the epoch that runs are to be counted, which costs something: by now the guest has written
-    /// `most` pages at most since some time, always the same, beside `hot` ones that count as written in any case. If
-    /// not, that was the look.
-    pub fn may_be_too_much(&mut self, most: u64, hot: u64, now: Time) -> bool {
-        self.written.seen = most;
-        let may_be = self.fills_target(most.saturating_sub(self.written.before) + hot);
-        if !may_be {
-            self.last_look = now;
-        }
-        may_be
-    }
-
-    /// The guest is in another QEMU, which has a count of its own.
-    pub fn moved(&mut self) {
-        self.written = Written::default();
-    }
-
-    fn fills_target(&self, pages: u64) -> bool {
-        self.transfer_time(pages).is_some_and(|time| time >= self.target)
-    }
-
     /// The guest has written `dirty` pages in this epoch so far. True if the epoch is to be
     /// cut short now.
     pub fn looked(&mut self, dirty: u64, now: Time) -> bool {
         self.last_look = now;
-        let too_much = self.fills_target(dirty);
+        let too_much = self.transfer_time(dirty).is_some_and(|time| time >= self.target);
         if too_much && !self.in_flight.is_empty() {
             self.slow_down();
             return false;
@@ -326,23 +293,6 @@ mod tests {
     }
 
     #[test]
-    fn pages_are_counted_only_where_they_may_be_too_much() {
-        let mut throttle = slow_link();
-        assert!(throttle.may_be_too_much(5_000, 0, at(300)), "nobody knows since when");
-        assert!(throttle.may_be_too_much(5_600, 0, at(325)), "the epoch is still the same");
-        throttle.captured(Epoch(2), 10, at(330));
-        throttle.committed(Epoch(2), at(340));
-        // Since the look before it: some of these were in the epoch before.
-        assert!(!throttle.may_be_too_much(6_199, 0, at(355)));
-        assert_eq!(throttle.next_look(at(360)), Some(Duration::from_millis(20)), "that was a look");
-        assert!(throttle.may_be_too_much(6_200, 0, at(380)));
-        assert!(throttle.may_be_too_much(6_000, 200, at(380)));
-        throttle.captured(Epoch(3), 10, at(390));
-        throttle.moved();
-        assert!(throttle.may_be_too_much(900, 0, at(415)), "the count of another QEMU");
-    }
-
-    #[test]
     fn a_guest_that_outruns_the_link_is_slowed_down_and_gets_its_processors_back() {
         let mut throttle = slow_link();
         throttle.captured(Epoch(2), 600, at(300));
@@ -400,38 +350,27 @@ mod tests {
         for guest in [1000.0, 4000.0, 20_000.0, 50_000.0] {
             let mut throttle = slow_link();
             let (mut now, mut dirty, mut epoch, mut began) = (1000, 0.0, 2, 1000);
-            // Another one that scans only where it has to decides the same.
-            let (mut sparing, mut written, mut scans, mut looks) = (throttle.clone(), 0.0, 0, 0);
             let mut arrives: Option<u64> = None;
             let mut largest: f64 = 0.0;
             for _ in 0..20_000 {
                 now += 1;
                 dirty += guest * throttle.share() / 1000.0;
-                written += guest * throttle.share() / 1000.0;
                 if arrives.is_some_and(|time| time <= now) {
                     throttle.committed(Epoch(epoch), at(now));
-                    sparing.committed(Epoch(epoch), at(now));
                     arrives = None;
                 }
                 let due = throttle.next_look(at(now)) == Some(Duration::ZERO);
                 let cut = due && throttle.looked(dirty as u64, at(now));
-                let scans_now =
-                    due && sparing.may_be_too_much(f64::ceil(written) as u64, 0, at(now));
-                assert_eq!(scans_now && sparing.looked(dirty as u64, at(now)), cut, "{guest}");
-                assert_eq!(sparing.share(), throttle.share());
-                (scans, looks) = (scans + u32::from(scans_now), looks + u32::from(due));
                 if arrives.is_none() && (cut || now >= began + 200) {
                     if now > 10_000 {
                         largest = largest.max(dirty);
                     }
                     (epoch, began) = (epoch + 1, now);
                     throttle.captured(Epoch(epoch), dirty as u64, at(now));
-                    sparing.captured(Epoch(epoch), dirty as u64, at(now));
                     arrives = Some(now + (dirty / LINK * 1000.0) as u64 + 2);
                     dirty = 0.0;
                 }
             }
-            assert!(guest > 1000.0 || scans <= 1, "{scans} scans for {looks} looks");
             assert!(largest < 900.0, "{guest} pages a second: {largest} pages in an epoch");
             let used = guest * throttle.share();
             assert!(used < 1.5 * LINK, "{guest}: {used} pages a second");

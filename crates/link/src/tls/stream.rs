@@ -21,7 +21,7 @@ const READ_BYTES: usize = 128 << 10;
 const SEAL_BYTES: usize = 128 << 10;
 
 /// Sealed bytes that may wait for the next message, so that the system is called once for both.
-const MOST_WAITING: usize = 64 << 10;
+pub(super) const MOST_WAITING: usize = 64 << 10;
 
 /// Longest time, and most reads, for which bytes of a peer that is refused are still taken.
 const PARTING: Duration = Duration::from_millis(500);

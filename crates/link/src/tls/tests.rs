@@ -247,6 +247,42 @@ fn small_parts_share_a_record() {
     assert!(beside < PARTS, "{beside} bytes beside the data: each record takes 22");
 }
 
+#[test]
+fn a_small_message_leaves_with_the_next_one_and_a_large_one_at_once() {
+    let authority = Authority::new();
+    let (a, b) = (authority.issue("a"), authority.issue("b"));
+    let (dialled, accepted) = sockets();
+    let (ours, theirs) = thread::scope(|scope| {
+        let accepting = scope.spawn(|| b.accept(&accepted).unwrap());
+        (a.dial(&dialled, "b").unwrap(), accepting.join().unwrap())
+    });
+    let write =
+        |bytes: &[u8], next| ours.write_all(&dialled, &[IoSlice::new(bytes)], next).unwrap();
+    let read = |bytes: usize| {
+        let (mut got, mut at) = (vec![0; bytes], 0);
+        while at < bytes {
+            at += theirs.read(&accepted, &mut got[at..]).unwrap();
+        }
+        got
+    };
+    // What the handshake has left is read with it.
+    write(b"!", Next::Unknown);
+    assert_eq!(read(1), b"!");
+    let is_there = || {
+        accepted.set_nonblocking(true).unwrap();
+        let found = accepted.peek(&mut [0]);
+        accepted.set_nonblocking(false).unwrap();
+        found.is_ok()
+    };
+    write(b"small, ", Next::Message);
+    assert!(!is_there(), "one call of the system for both");
+    write(b"and small", Next::Unknown);
+    assert_eq!(read(16), b"small, and small");
+    let large = vec![7; stream::MOST_WAITING];
+    write(&large, Next::Message);
+    assert_eq!(read(large.len()), large);
+}
+
 /// Regression: what had been opened was opened again after a read that had found nothing.
 #[test]
 fn who_never_waits_goes_on_after_a_read_that_found_nothing() {

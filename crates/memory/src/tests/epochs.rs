@@ -42,8 +42,7 @@ both_ways!(
     auxiliary_blocks_are_tracked_read_and_written,
     blocks_that_cannot_be_tracked_are_compared_or_refused,
     no_write_is_lost_over_many_epochs_with_concurrent_writers,
-    no_write_to_a_hot_page_is_lost,
-    hot_pages_are_left_for_the_pause_and_cool_down,
+    a_round_before_the_pause_finds_pages_of_main_memory,
     captures_of_one_epoch_apply_in_order,
 );
 
@@ -430,74 +429,20 @@ fn no_write_is_lost_over_many_epochs_with_concurrent_writers(reprotect: Reprotec
     assert_eq!(differing, 0, "pages differ after {epochs} epochs");
 }
 
-/// Few pages, which are written again and again: a round leaves those of them that are hot.
-fn no_write_to_a_hot_page_is_lost(reprotect: Reprotect) {
-    let (guest, replica) = (Arc::new(Guest::new(800)), Guest::new(800));
-    for page in 0..800 {
-        guest.write(page, page);
-    }
+/// What it leaves is found in the pause.
+fn a_round_before_the_pause_finds_pages_of_main_memory(reprotect: Reprotect) {
+    let memory = PrivateMapping::populated(NonZeroUsize::new(8 * PAGE_SIZE).unwrap()).unwrap();
+    let mut guest = Guest::new(1024);
+    guest.write(0, 1);
+    guest.blocks.push(auxiliary(1, &memory, 8 * PAGE_SIZE as u64));
     let mut tracker = guest.track(reprotect);
-    let (stop, writes) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
-    let vcpu = {
-        let (guest, stop, writes) = (Arc::clone(&guest), Arc::clone(&stop), Arc::clone(&writes));
-        thread::spawn(move || run_vcpu(0, &guest, &stop, &writes))
-    };
-    let (mut staging, mut dirty, mut found) = (staging(), DirtySet::new(), DirtySet::new());
-    let mut send = |dirty: &DirtySet| {
-        capture(&guest.blocks, dirty, &mut staging).unwrap();
-        apply(&staging.take(), &replica.blocks);
-    };
-    guest.blocks[0].add_content_to(&mut dirty).unwrap();
-    send(&dirty);
-    let (mut epochs, mut left) = (0, 0);
-    while epochs < 200 || left < 10_000 {
-        found.clear();
-        let hot = tracker.hot_pages();
-        tracker.scan_before(&mut dirty).unwrap();
-        send(&dirty);
-        found.append(&dirty);
-        tracker.scan(&mut dirty).unwrap();
-        send(&dirty);
-        found.append(&dirty);
-        tracker.learn(&found);
-        left += hot;
-        epochs += 1;
-    }
-    stop.store(true, Ordering::Relaxed);
-    vcpu.join().unwrap();
-    tracker.scan(&mut dirty).unwrap();
-    send(&dirty);
-    assert!(guest.content() == replica.content(), "they differ after {epochs} epochs");
-}
-
-fn hot_pages_are_left_for_the_pause_and_cool_down(reprotect: Reprotect) {
-    let guest = Guest::new(1024);
-    for page in [0, 511, 1023] {
-        guest.write(page, 1);
-    }
-    let mut tracker = guest.track(reprotect);
+    guest.write(7, 1);
+    guest.blocks[1].write(PageIndex(2), &[5; PAGE_SIZE]).unwrap();
     let mut dirty = DirtySet::new();
-    let mut epoch = |value, pages: std::ops::Range<u64>| {
-        pages.for_each(|page| guest.write(page, value));
-        tracker.scan_before(&mut dirty).unwrap();
-        let mut found = dirty.clone();
-        tracker.scan(&mut dirty).unwrap();
-        let precopied = found.pages();
-        found.append(&dirty);
-        tracker.learn(&found);
-        (precopied, dirty.pages())
-    };
-    assert_eq!([epoch(1, 10..110), epoch(2, 10..110), epoch(3, 10..110)], [(100, 0); 3]);
-    let (precopied, paused) = epoch(4, 10..110);
-    assert!(precopied < 10 && precopied + paused == 100, "{precopied}, {paused}");
-    // Another one beside them is found before the pause, and found once.
-    guest.write(300, 1);
-    let (precopied, paused) = epoch(5, 10..110);
-    assert!(precopied < 11 && precopied + paused == 101, "{precopied}, {paused}");
-    let cooling: Vec<_> = (0..17).map(|_| epoch(6, 0..0)).map(|(a, b)| a + b).collect();
-    assert!(cooling.is_sorted_by(|before, next| next <= before), "{cooling:?}");
-    assert_eq!(cooling.last(), Some(&0), "{cooling:?}");
-    assert_eq!(epoch(7, 60..61), (1, 0));
+    tracker.scan_before(&mut dirty).unwrap();
+    assert_eq!(dirty.runs(), [run(7, 1)]);
+    guest.write(8, 1);
+    assert_eq!(scan(&mut tracker), [run(8, 1), PageRun { block: BlockId(1), ..run(2, 1) }]);
 }
 
 /// Writes counters, and now and then zeroes, all over the guest's pages.

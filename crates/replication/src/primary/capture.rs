@@ -8,7 +8,6 @@ mod turns;
 use super::send::Outgoing;
 use super::session::Session;
 use super::stats::milliseconds;
-use super::written::Written;
 use crate::clock;
 use crate::lockstep::primary::{Followed, MACHINE};
 use crate::messages::{Piece, device_state};
@@ -100,8 +99,6 @@ struct Capturer<'a> {
     machine: &'a Machine,
     tracker: &'a mut Tracker,
     staging: PageStaging,
-    /// What a look begins with: it costs less than a count of pages.
-    written: Written,
     dirty: DirtySet,
     piece: DirtySet,
     /// Pages to be copied with the next checkpoint, whatever is found then.
@@ -112,8 +109,6 @@ struct Capturer<'a> {
     last_pages: u64,
     /// Time of the last scan.
     scanned: Time,
-    /// Pages that this epoch's scans have found so far.
-    found: DirtySet,
     /// Closing of the epoch that is being closed, if a snapshot is made of it.
     closing: Option<Closing>,
     /// Bytes that the guest had sent and was given when the last epoch was closed.
@@ -132,7 +127,6 @@ impl<'a> Capturer<'a> {
         Ok(Capturer {
             session,
             machine,
-            written: Written::of(machine, tracker)?,
             tracker,
             staging: PageStaging::new(pool),
             dirty: DirtySet::new(),
@@ -142,7 +136,6 @@ impl<'a> Capturer<'a> {
             allowances: super::outbound::allowances(machine),
             last_pages: 0,
             scanned: clock::now(),
-            found: DirtySet::new(),
             closing: None,
             carried_bytes: session.carried(),
             urgency: urgency(session, machine),
@@ -284,7 +277,7 @@ impl<'a> Capturer<'a> {
         let mut watch = Stopwatch::start();
         timing.output_waited_ms = self.output_waited(watch.started).map(milliseconds);
         let captured = self.pause_and_copy(cut, &mut watch, &mut timing);
-        // Whoever sends is to find the whole of the epoch, and does where it gets no processor before.
+        // While this thread goes before all others: whoever sends finds the whole of the epoch when its turn comes.
         let queued = captured.map(|stopped| {
             // Of a log that ended others may have gone meanwhile.
             let epoch = timing.epoch;
@@ -300,7 +293,8 @@ impl<'a> Capturer<'a> {
         drop(unlimited);
         disks.iter().for_each(|disk| disk.end_checkpoint());
         queued?;
-        self.learn();
+        // The kernel takes no thread into a limited group that goes before others.
+        self.session.pace.follow();
         let carried = self.session.carried();
         let checkpoint = LastCheckpoint {
             started: watch.started,
@@ -313,13 +307,6 @@ impl<'a> Capturer<'a> {
         Ok(())
     }
 
-    /// Tells the tracker which pages the epoch's scans have found.
-    fn learn(&mut self) {
-        self.found.append(&self.dirty);
-        self.tracker.learn(&self.found);
-        self.found.clear();
-    }
-
     /// The time that the first output of the epoch that runs has waited now, if there is any.
     fn output_waited(&self, now: Time) -> Option<Duration> {
         let last = self.session.group.rendezvous().last()?;
@@ -328,10 +315,6 @@ impl<'a> Capturer<'a> {
 
     /// Looks how much the guest has written, and cuts its epoch short if it is too much.
     fn look(&mut self) -> anyhow::Result<()> {
-        let (most, hot) = (self.written.most(), self.tracker.hot_pages());
-        if most.is_some_and(|most| !self.session.pace.may_be_too_much(most, hot)) {
-            return Ok(());
-        }
         let dirty = self.tracker.count()?;
         if self.session.pace.looked(dirty) {
             self.session.cut_short();
@@ -341,8 +324,7 @@ impl<'a> Capturer<'a> {
 
     fn precopy(&mut self, epoch: Epoch) -> anyhow::Result<u64> {
         // A guess, which spares a scan.
-        let expected = self.last_pages.saturating_sub(self.tracker.hot_pages());
-        if expected < PRECOPY_PAGES || !self.session.pace.may_precopy(0, &[]) {
+        if self.last_pages < PRECOPY_PAGES || !self.session.pace.may_precopy(0, &[]) {
             return Ok(0);
         }
         let mut sent = Vec::new();
@@ -351,7 +333,6 @@ impl<'a> Capturer<'a> {
             let written_for = began - std::mem::replace(&mut self.scanned, began);
             self.tracker.scan_before(&mut self.dirty)?;
             let found = self.dirty.pages();
-            self.found.append(&self.dirty);
             if !self.session.pace.may_precopy(found, &sent) {
                 // No scan will find them any more.
                 self.carried.append(&self.dirty);

@@ -35,7 +35,6 @@ mod stats;
 mod tell;
 mod turn;
 mod watch;
-mod written;
 
 pub use epoch_room::EPOCH_DISK_BYTES;
 pub use group::CONDEMNED;

@@ -64,14 +64,17 @@ impl Pace {
         let mut state = lock(&self.state);
         self.qemu_pid.store(qemu_pid, Ordering::Release);
         state.vcpus = Vcpus::Free;
-        state.throttle.moved();
     }
 
-    /// An epoch was captured; the first of its pages were queued at `began`.
+    /// An epoch was captured; the first of its pages were queued at `began`. What follows from that for the guest's
+    /// speed waits for [`Pace::follow`].
     pub fn captured(&self, epoch: Epoch, pages: u64, began: Time) {
-        let mut state = lock(&self.state);
-        state.throttle.captured(epoch, pages, began);
-        self.apply_throttle(&mut state);
+        lock(&self.state).throttle.captured(epoch, pages, began);
+    }
+
+    /// Gives the guest the speed that the last epoch asked for.
+    pub fn follow(&self) {
+        self.apply_throttle(&mut lock(&self.state));
     }
 
     /// The backup has all epochs up to `epoch`.
@@ -82,11 +85,6 @@ impl Pace {
     /// The time to wait before somebody looks how much the guest has written, if at all.
     pub fn next_look(&self) -> Option<Duration> {
         lock(&self.state).throttle.next_look(clock::now())
-    }
-
-    /// Whether the guest's pages are to be counted; see [`Throttle::may_be_too_much`].
-    pub fn may_be_too_much(&self, most: u64, hot: u64) -> bool {
-        lock(&self.state).throttle.may_be_too_much(most, hot, clock::now())
     }
 
     /// The guest has written `dirty` pages so far; true if its epoch is to be cut short.

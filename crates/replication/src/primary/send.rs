@@ -242,3 +242,29 @@ impl Sending<'_> {
         self.stats.sent(bytes);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What [`Next::Message`] says must be true: the link holds bytes back for it.
+    #[test]
+    fn a_message_is_announced_only_if_one_goes_out() {
+        let (outbox, outflow) = queue();
+        let message = || Outgoing::Message(ToBackup::StandDown);
+        for item in [
+            message(),
+            message(),
+            Outgoing::Forget,
+            message(),
+            Outgoing::EpochEnd(Epoch(1), Time::default()),
+        ] {
+            outbox.put_now(item);
+        }
+        outbox.close();
+        let announced: Vec<Next> =
+            std::iter::from_fn(|| outflow.try_take().map(|_| outflow.next())).collect();
+        let (yes, no) = (Next::Message, Next::Unknown);
+        assert_eq!(announced, [yes, no, yes, yes, no, no]);
+    }
+}

@@ -1,7 +1,7 @@
 //! Chunks and what is made of them.
 
 use super::{CONCURRENT, Found, Store, StoreError};
-use crate::cut::LOGGED_BYTES;
+use crate::cut::{LOGGED_BYTES, memory};
 use crate::format::{
     AreaEntry, AreaMap, BLOB_CHUNK_BYTES, BadChunk, Blob, Compression, InFlightFrame, Malformed,
     MemberEntry, MemberManifest, WorkingSet, area, decode_chunk, decode_frames, encode_chunk,
@@ -208,12 +208,17 @@ impl Store {
         self.blob_within(&member.device_state, MOST_STATE)
     }
 
-    /// Stores the frames in flight to a member.
+    /// Stores the frames in flight to a member, unless they are more than [`Store::frames`] reads: one that is for
+    /// several cards of it is here several times.
     pub fn put_frames(
         &self,
         frames: &[InFlightFrame],
         compression: Compression,
     ) -> Result<Blob, StoreError> {
+        let bytes: usize = frames.iter().map(|frame| memory(&frame.bytes)).sum();
+        if bytes > LOGGED_BYTES {
+            return Err(StoreError::TooManyFrames { bytes, most: LOGGED_BYTES });
+        }
         self.put_blob(&encode_frames(frames), compression)
     }
 

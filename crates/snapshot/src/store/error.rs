@@ -61,6 +61,17 @@ pub enum StoreError {
         /// Its version.
         found: u32,
     },
+    /// More frames are on their way to a member than a snapshot may have.
+    #[error(
+        "its snapshot would have {bytes} bytes of frames that are on their way to it, and {most} is the most; take it \
+         when its network is less busy"
+    )]
+    TooManyFrames {
+        /// Memory that they take.
+        bytes: usize,
+        /// The most that they may take.
+        most: usize,
+    },
     /// A file is not what was written.
     #[error("{what} is damaged ({why}); restore another snapshot, or the file from a backup")]
     Damaged {

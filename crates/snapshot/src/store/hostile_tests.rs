@@ -147,3 +147,13 @@ fn a_chunk_that_is_there_again_and_again_makes_nothing_longer_than_such_a_thing_
     let why = frames(mib(17)).unwrap_err().to_string();
     assert!(why.contains("more frames than any snapshot has"), "{why}");
 }
+
+/// Regression: it was saved, and every restore refused it.
+#[test]
+fn no_more_frames_are_saved_than_are_read() {
+    let bench = Bench::new();
+    let frame = InFlightFrame { from: Member(0), card: CardIndex(0), bytes: vec![0; 100 << 20] };
+    let frames = vec![frame; 3];
+    let refused = bench.store.put_frames(&frames, Compression::Lz4).unwrap_err().to_string();
+    assert!(refused.contains("frames that are on their way"), "{refused}");
+}
