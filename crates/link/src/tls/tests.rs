@@ -23,6 +23,19 @@ fn sockets() -> (TcpStream, TcpStream) {
     (dialled, accepted)
 }
 
+/// Both ends' streams, of which `a` dials and `b` accepts.
+fn shake_hands(
+    a: &Tls,
+    dialled: &TcpStream,
+    b: &Tls,
+    accepted: &TcpStream,
+) -> (TlsStream, TlsStream) {
+    thread::scope(|scope| {
+        let accepting = scope.spawn(|| b.accept(accepted).unwrap());
+        (a.dial(dialled, "b").unwrap(), accepting.join().unwrap())
+    })
+}
+
 /// A CA in a directory of its own.
 struct Authority(tempfile::TempDir);
 
@@ -202,10 +215,7 @@ fn one_thread_reads_while_another_writes() {
     let authority = Authority::new();
     let (a, b) = (authority.issue("a"), authority.issue("b"));
     let (dialled, accepted) = sockets();
-    let (ours, theirs) = thread::scope(|scope| {
-        let accepting = scope.spawn(|| b.accept(&accepted).unwrap());
-        (a.dial(&dialled, "b").unwrap(), accepting.join().unwrap())
-    });
+    let (ours, theirs) = shake_hands(&a, &dialled, &b, &accepted);
     let data: Vec<u8> = (0..BYTES).map(|i| (i % 251) as u8).collect();
     let write = |stream: &TlsStream, socket: &TcpStream| {
         let (head, rest) = data.split_at(24);
@@ -233,10 +243,7 @@ fn small_parts_share_a_record() {
     let authority = Authority::new();
     let (a, b) = (authority.issue("a"), authority.issue("b"));
     let (dialled, mut accepted) = sockets();
-    let ours = thread::scope(|scope| {
-        let accepting = scope.spawn(|| b.accept(&accepted).unwrap());
-        (a.dial(&dialled, "b").unwrap(), accepting.join().unwrap()).0
-    });
+    let (ours, _) = shake_hands(&a, &dialled, &b, &accepted);
     let parts = [[7; 100]; PARTS];
     let parts: Vec<IoSlice<'_>> = parts.iter().map(|part| IoSlice::new(part)).collect();
     ours.write_all(&dialled, &parts, Next::Unknown).unwrap();
@@ -252,10 +259,7 @@ fn a_small_message_leaves_with_the_next_one_and_a_large_one_at_once() {
     let authority = Authority::new();
     let (a, b) = (authority.issue("a"), authority.issue("b"));
     let (dialled, accepted) = sockets();
-    let (ours, theirs) = thread::scope(|scope| {
-        let accepting = scope.spawn(|| b.accept(&accepted).unwrap());
-        (a.dial(&dialled, "b").unwrap(), accepting.join().unwrap())
-    });
+    let (ours, theirs) = shake_hands(&a, &dialled, &b, &accepted);
     let write =
         |bytes: &[u8], next| ours.write_all(&dialled, &[IoSlice::new(bytes)], next).unwrap();
     let read = |bytes: usize| {
