@@ -24,7 +24,6 @@ macro_rules! planted {
 pub mod adoption;
 pub mod autostart;
 mod backup;
-mod beating;
 mod delivery;
 mod detector;
 mod epoch_length;
@@ -55,7 +54,6 @@ mod window;
 pub mod wire;
 
 pub use backup::{Backup, BackupAction, BackupEvent, BackupPhase};
-pub use beating::Beating;
 pub use delivery::{Behind, EPOCH_BOUND, Headway};
 pub use detector::{Detector, HEARTBEAT_INTERVAL};
 pub use epoch_length::{EndedEpoch, EpochLength};

@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use tracing::debug;
 use understudy_link::link::Link;
-use understudy_protocol::{Beating, PathEvent, PathIndex, VmName};
+use understudy_protocol::{HEARTBEAT_INTERVAL, PathEvent, PathIndex, Time, VmName};
 use understudy_qemu::urgency::raise_this_thread;
 use understudy_threads::spawn;
 
@@ -143,10 +143,8 @@ pub fn start<P: Pulse>(
     for (path, link) in first {
         session.heartbeats().attach(path, link);
     }
-    // Of two ends one dials.
-    let beating = if dial.is_some() { Beating::leading } else { Beating::following };
-    let beating = beating(clock::now());
-    let heart = Heart { vm: vm.clone(), session: session.clone(), lines, dial, beating };
+    let next_beat = clock::now();
+    let heart = Heart { vm: vm.clone(), session: session.clone(), lines, dial, next_beat };
     spawn(format!("heart-{vm}"), move || heart.run()).map(drop)
 }
 
@@ -157,16 +155,15 @@ struct Heart<P> {
     /// The line of each path.
     lines: Vec<Line>,
     dial: Option<Dial>,
-    beating: Beating,
+    next_beat: Time,
 }
 
 impl<P: Pulse> Heart<P> {
     fn run(mut self) {
         be_punctual();
         while !self.session.may_hang_up() {
-            if self.wait() {
-                self.take_news();
-            }
+            self.wait();
+            self.take_news();
             for n in 0..self.lines.len() {
                 self.hear(n);
             }
@@ -178,25 +175,16 @@ impl<P: Pulse> Heart<P> {
         self.lines.iter().for_each(Line::close);
     }
 
-    /// Waits until something comes, or a beat is due; notes which lines are to be heard. Whether there are news.
-    fn wait(&mut self) -> bool {
+    /// Waits until something comes, or a beat is due.
+    fn wait(&self) {
         let readable = |fd| PollFd::new(fd, PollFlags::POLLIN);
         let mut fds = vec![readable(self.session.heartbeats().wake.as_fd())];
         fds.extend(self.lines.iter().filter_map(Line::fd).map(readable));
         let more = self.lines.iter().any(Line::has_more);
-        let left = self.beating.due() - clock::now();
+        let left = self.next_beat - clock::now();
         let longest = if more { Duration::ZERO } else { left };
-        // After a signal it says nothing of any: all are looked at.
-        let unknown = ppoll(&mut fds, Some(TimeSpec::from_duration(longest)), None).is_err();
-        let ready: Vec<bool> = fds.iter().map(|fd| unknown || fd.any() != Some(false)).collect();
-        let mut ready = ready.into_iter();
-        let news = ready.next() == Some(true);
-        for line in self.lines.iter_mut().filter(|line| line.fd().is_some()) {
-            if ready.next() == Some(true) {
-                line.note_arrival();
-            }
-        }
-        news
+        // A signal only makes it look once more.
+        let _ = ppoll(&mut fds, Some(TimeSpec::from_duration(longest)), None);
     }
 
     fn take_news(&mut self) {
@@ -225,8 +213,7 @@ impl<P: Pulse> Heart<P> {
         self.heard(path);
     }
 
-    fn heard(&mut self, path: PathIndex) {
-        self.beating.heard(clock::now());
+    fn heard(&self, path: PathIndex) {
         self.session.heard();
         self.follow(PathEvent::Heard(path));
     }
@@ -272,8 +259,13 @@ impl<P: Pulse> Heart<P> {
     }
 
     fn beat(&mut self) {
-        let Some(late) = self.beating.begin(clock::now()) else { return };
+        let now = clock::now();
+        if now < self.next_beat {
+            return;
+        }
+        let late = now - self.next_beat;
         self.lines.iter().for_each(Line::beat);
+        self.next_beat = now + HEARTBEAT_INTERVAL;
         if late < OWN_STALL {
             self.follow(PathEvent::Tick);
             self.session.tick();

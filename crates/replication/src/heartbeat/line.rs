@@ -27,7 +27,7 @@ enum State {
         link: Link,
         /// The beginning of a message.
         partial: Vec<u8>,
-        /// Whether something came that was not heard yet.
+        /// Whether there may be more than was heard.
         more: bool,
     },
 }
@@ -78,14 +78,7 @@ impl Line {
         self.link().map(AsFd::as_fd)
     }
 
-    /// Notes that its descriptor is readable, or at its end.
-    pub fn note_arrival(&mut self) {
-        if let State::Up { more, .. } = &mut self.state {
-            *more = true;
-        }
-    }
-
-    /// Whether it is to be heard.
+    /// Whether it is to be heard whatever its descriptor says.
     pub fn has_more(&self) -> bool {
         matches!(self.state, State::Up { more: true, .. })
     }
@@ -93,9 +86,7 @@ impl Line {
     /// Hears what has come.
     pub fn hear(&mut self) -> Heard {
         let State::Up { link, partial, more } = &mut self.state else { return Heard::Nothing };
-        if !std::mem::take(more) {
-            return Heard::Nothing;
-        }
+        *more = false;
         for count in 0..AT_ONCE {
             match link.receive_arrived(partial) {
                 Ok(Some(message)) if message.header.kind == Kind::Heartbeat => {}
