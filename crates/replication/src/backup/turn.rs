@@ -9,7 +9,7 @@ use super::session::Session;
 use crate::lockstep::backup::{self as lockstep, Following};
 use crate::messages::{LogTurn, ToPrimary};
 use crate::turn::{Answer, Order, Wanted};
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, ensure};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -61,7 +61,7 @@ pub(super) struct Orders {
 
 /// A test makes the other QEMU one that does not start.
 fn fail_in_a_test() -> anyhow::Result<()> {
-    fail::fail_point!("turn-launch", |_| bail!("a test says so"));
+    fail::fail_point!("turn-launch", |_| anyhow::bail!("a test says so"));
     Ok(())
 }
 

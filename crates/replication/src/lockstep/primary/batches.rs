@@ -7,8 +7,6 @@ use anyhow::{Context, ensure};
 use std::borrow::Cow;
 use std::io::ErrorKind;
 use std::sync::Arc;
-use std::thread;
-use std::time::Duration;
 use understudy_encoding::MOST_LOG_BYTES;
 use understudy_lockstep::{LogEnd, LogPosition};
 use understudy_machine::Machine;
@@ -125,10 +123,10 @@ pub(super) fn fill_in_a_test(_batches: &mut Batches<'_>) -> anyhow::Result<()> {
         let goal = _batches.log.status().position + (mib << 20);
         while _batches.log.status().position < goal {
             _batches.take_in()?;
-            thread::sleep(Duration::from_millis(1));
+            std::thread::sleep(std::time::Duration::from_millis(1));
         }
         while !_batches.log.status().is_blocked {
-            thread::sleep(Duration::from_millis(1));
+            std::thread::sleep(std::time::Duration::from_millis(1));
         }
         Ok(())
     });
