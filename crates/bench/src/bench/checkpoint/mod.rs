@@ -24,12 +24,15 @@ use std::thread;
 use std::time::Duration;
 use understudy_client::{Client, Exit, Failure, output};
 use understudy_lab::scene::{GuestKind, VM};
-use understudy_lab::{Scene, SceneOptions};
+use understudy_lab::{Scene, SceneOptions, wait_for};
 use understudy_protocol::Policy;
 use understudy_report::{CheckpointTiming, ProtectRequest};
 
 /// The first checkpoints of a load are not measured: its memory comes into being.
 const WARM_UP: Duration = Duration::from_secs(2);
+
+/// Time that keepers and their QEMUs may take to end.
+const KEEPERS_END: Duration = Duration::from_secs(20);
 
 /// Figures that one round measured; `--json` prints a list of these.
 #[derive(Clone, Debug, Serialize)]
@@ -102,7 +105,13 @@ fn measure_all(options: &SceneOptions, args: &BenchCheckpointArgs) -> Result<Vec
     let mut rounds = Vec::new();
     for _ in 0..args.rounds {
         for (options, keepers) in [(options, false), (&kept, true)] {
-            let measured = on_scene(options.clone(), |scene| measure(scene, args, 1))?;
+            let measured = on_scene(options.clone(), |scene| {
+                let measured = measure(scene, args, 1)?;
+                if keepers {
+                    end_keepers(scene)?;
+                }
+                Ok(measured)
+            })?;
             ensure!(
                 measured.iter().all(|round| round.keepers == keepers),
                 "the VM has other processes"
@@ -118,6 +127,17 @@ fn with_keepers(mut options: SceneOptions) -> SceneOptions {
         daemon.settings.insert_str(0, "keepers = true\n");
     }
     options
+}
+
+/// Keepers outlive their daemons.
+fn end_keepers(scene: &Scene) -> Result<()> {
+    scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+    for host in ["a", "b"] {
+        let host = scene.host(host)?;
+        let alone = || Ok((host.namespace().processes()? == [host.pid()]).then_some(()));
+        wait_for("the VM's processes to end", KEEPERS_END, alone)?;
+    }
+    Ok(())
 }
 
 fn measure(scene: &Scene, args: &BenchCheckpointArgs, rounds: u32) -> Result<Vec<Round>> {
