@@ -137,8 +137,8 @@ pub(crate) struct Choice {
     messages: u64,
     general: Gain,
     delta: Gain,
-    /// Seconds that a look-up took when all pages were looked up.
-    look_up: f64,
+    /// Seconds that the look-up of a page took when all were looked up.
+    seconds_each: f64,
     references: Gain,
     /// Pages until the next verdict about deltas.
     span: u64,
@@ -185,7 +185,7 @@ impl Choice {
             messages: 0,
             general: Gain::default(),
             delta: Gain::default(),
-            look_up: 0.0,
+            seconds_each: 0.0,
             references: SUPPOSED,
             span,
             until_verdict: span,
@@ -256,7 +256,7 @@ impl Choice {
         let (one_of, seconds) = match self.resting {
             false => (1, took.as_secs_f64()),
             // Most of that went into the pages that were not.
-            true => (SAMPLED_ONE_OF, pages as f64 * self.look_up),
+            true => (SAMPLED_ONE_OF, pages as f64 * self.seconds_each),
         };
         self.delta.add(pages, seconds, saved_bytes);
         self.until_verdict = self.until_verdict.saturating_sub(pages * one_of);
@@ -264,7 +264,7 @@ impl Choice {
             return;
         }
         if !self.resting {
-            self.look_up = self.delta.seconds / self.delta.pages;
+            self.seconds_each = self.delta.seconds / self.delta.pages;
         }
         self.resting = !self.delta.pays(self.byte);
         self.until_verdict = self.span;

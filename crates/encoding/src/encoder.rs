@@ -20,7 +20,7 @@ pub struct Encoder {
     cpu_clock: fn() -> Duration,
     choice: Choice,
     cache: PageCache,
-    /// The pages that the cache has its pages of.
+    /// The pages that are looked up, and are in the cache once they have been sent.
     cached: LookUp,
     counters: Counters,
     work: Work,

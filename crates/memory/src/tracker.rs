@@ -133,9 +133,9 @@ impl DirtyTracker {
 
     fn scan_part(&mut self, dirty: &mut DirtySet, part: Part) -> Result<(), MemoryError> {
         let tables: usize = self.slices.iter().map(|slice| slice.area.armed_tables()).sum();
-        let slices = match part {
-            Part::Everything => &mut self.slices[..],
-            Part::MainMemory => &mut self.slices[..self.main_slices],
+        let (slices, compared) = match part {
+            Part::Everything => (&mut self.slices[..], &mut self.compared[..]),
+            Part::MainMemory => (&mut self.slices[..self.main_slices], &mut [][..]),
         };
         if tables >= PARALLEL_TABLES {
             scan_in_parallel(slices, &self.pagemap, dirty)?;
@@ -144,10 +144,7 @@ impl DirtyTracker {
                 area.scan(&self.pagemap, dirty)?;
             }
         }
-        match part {
-            Part::Everything => self.compared.iter_mut().try_for_each(|block| block.scan(dirty)),
-            Part::MainMemory => Ok(()),
-        }
+        compared.iter_mut().try_for_each(|block| block.scan(dirty))
     }
 
     /// The approximate number of pages that the next scan will find: memory that is touched for the

@@ -30,7 +30,6 @@ pub use turn::{Beside, Launch};
 use crate::handshake::{FileOffer, FileRole, Offer, Ready, Resumed};
 use crate::heartbeat::{self, Heartbeats};
 use crate::lockstep::backup::{self as lockstep, Following};
-use crate::lockstep::primary::MACHINE;
 use crate::messages::ToPrimary;
 use crate::paths::PathMonitor;
 use crate::records::Records;
@@ -61,6 +60,7 @@ use understudy_qemu::VmDefinition;
 use understudy_qemu::command::BootFiles;
 use understudy_report::events::VmEvents;
 use understudy_report::{DiskReads, Mode, ProtectRequest};
+use understudy_session::primary::MACHINE;
 use understudy_threads::Mutex;
 
 /// Time after which the mirrors are brought to stable storage again.

@@ -36,8 +36,6 @@ use understudy_qemu::lockstep::LogChannel;
 use understudy_report::{DiskReads, LockstepReport};
 use understudy_threads::{Mutex, lock};
 
-pub use understudy_session::primary::MACHINE;
-
 /// Batches that may be on their way; their bytes are bounded by [`UNACKNOWLEDGED_BYTES`].
 pub const PIPELINE: u64 = 4096;
 

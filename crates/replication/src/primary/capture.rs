@@ -9,7 +9,7 @@ use super::send::Outgoing;
 use super::session::Session;
 use super::stats::milliseconds;
 use crate::clock;
-use crate::lockstep::primary::{Followed, MACHINE};
+use crate::lockstep::primary::Followed;
 use crate::messages::{Piece, device_state};
 use crate::moments::{pass, stand_still, strike};
 use anyhow::Context;
@@ -21,7 +21,7 @@ use understudy_memory::{DirtySet, PageStaging, StagingPool, capture};
 use understudy_protocol::{Allowance, Epoch, LastCheckpoint, PAGE_SIZE, PrimaryPhase, Time};
 use understudy_qemu::Urgency;
 use understudy_report::{CheckpointTiming, DiskReads};
-use understudy_session::primary::Event;
+use understudy_session::primary::{Event, MACHINE};
 
 /// An epoch that wrote at least this many pages gets pre-copy rounds just
 /// before the next pause: the guest then stands still only for what it wrote

@@ -54,7 +54,7 @@ use crate::clock;
 use crate::hand_back::AskWinner;
 use crate::handshake::{ClusterOffer, Identity};
 use crate::heartbeat::{self, Dial, Heartbeats};
-use crate::lockstep::primary::{MACHINE, Recording, release};
+use crate::lockstep::primary::{Recording, release};
 use crate::paths::PathMonitor;
 use crate::records::Records;
 use crate::sessions::{SessionName, Sessions};
@@ -86,7 +86,7 @@ use understudy_qemu::Release;
 use understudy_report::events::VmEvents;
 use understudy_report::meters::Meters;
 use understudy_report::{DiskReads, Mode, ProtectRequest};
-use understudy_session::primary::Event;
+use understudy_session::primary::{Event, MACHINE};
 
 /// Silences that are failures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -247,7 +247,7 @@ fn note(session: &Session, mode: Mode) -> anyhow::Result<()> {
 
 fn start_threads(
     session: &Arc<Session>,
-    outflow: Outflow,
+    mut outflow: Outflow,
     (contests, bound): (Receiver<Generation>, Duration),
     (copies, dialler): (inbound::Copies, Dialler),
     over: impl FnOnce(PrimaryPhase) + Send + 'static,
@@ -258,7 +258,7 @@ fn start_threads(
             .map(drop)
             .context("cannot start a thread")
     };
-    start("send", Box::new(move |session| run_send(&session, &outflow)))?;
+    start("send", Box::new(move |session| run_send(&session, &mut outflow)))?;
     start("receive", Box::new(|session| receive::run(&session)))?;
     start("settle", Box::new(|session| mirror::run_rounds(&session)))?;
     start("watch", Box::new(move |session| watch::run(&session, &contests, bound)))?;
@@ -276,7 +276,7 @@ pub fn end_after_panic(session: &Arc<Session>, reason: &str) {
     session.group.ring();
 }
 
-fn run_send(session: &Session, outflow: &Outflow) {
+fn run_send(session: &Session, outflow: &mut Outflow) {
     if let Err(error) = send_all(outflow, session) {
         session.event(Event::LostAside(format!("cannot send to the backup: {error}")));
     }

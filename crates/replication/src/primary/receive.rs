@@ -3,7 +3,7 @@
 
 use super::session::Session;
 use crate::lockstep::be_urgent;
-use crate::lockstep::primary::{MACHINE, Recording};
+use crate::lockstep::primary::Recording;
 use crate::messages::ToPrimary;
 use crate::moments::strike;
 use anyhow::bail;
@@ -13,7 +13,7 @@ use std::sync::atomic::Ordering;
 use tracing::info;
 use understudy_protocol::Epoch;
 use understudy_protocol::wire::{Kind, LogProgress};
-use understudy_session::primary::Event;
+use understudy_session::primary::{Event, MACHINE};
 
 /// Receives until the connection ends, or the backup has said its last word.
 pub fn run(session: &Session) {

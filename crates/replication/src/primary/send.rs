@@ -9,7 +9,6 @@ use crate::messages::{PageBatch, Piece, ToBackup};
 use crate::moments::strike;
 use crate::sync::ByteBudget;
 use crossbeam_channel::{Receiver, Sender};
-use std::cell::RefCell;
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
@@ -53,7 +52,7 @@ pub struct Outbox {
 pub struct Outflow {
     queue: Receiver<Outgoing>,
     /// The item that comes next, if it has been looked at already.
-    next: RefCell<Option<Outgoing>>,
+    next: Option<Outgoing>,
     budget: Arc<ByteBudget>,
 }
 
@@ -61,7 +60,7 @@ pub struct Outflow {
 pub fn queue() -> (Outbox, Outflow) {
     let (sender, receiver) = crossbeam_channel::unbounded();
     let budget = Arc::new(ByteBudget::new(QUEUE_BYTES));
-    let outflow = Outflow { queue: receiver, next: RefCell::default(), budget: budget.clone() };
+    let outflow = Outflow { queue: receiver, next: None, budget: budget.clone() };
     (Outbox { queue: sender, budget }, outflow)
 }
 
@@ -100,17 +99,14 @@ impl Outbox {
 }
 
 impl Outflow {
-    fn try_take(&self) -> Option<Outgoing> {
+    fn try_take(&mut self) -> Option<Outgoing> {
         self.next.take().or_else(|| self.queue.try_recv().ok())
     }
 
     /// What goes out behind the item that was taken last.
-    fn next(&self) -> Next {
-        let mut next = self.next.borrow_mut();
-        if next.is_none() {
-            *next = self.queue.try_recv().ok();
-        }
-        match &*next {
+    fn next(&mut self) -> Next {
+        self.next = self.try_take();
+        match self.next {
             None | Some(Outgoing::Forget | Outgoing::End) => Next::Unknown,
             Some(_) => Next::Message,
         }
@@ -128,7 +124,7 @@ impl Outgoing {
 }
 
 /// Sends what the queue holds until its end or until the connection fails.
-pub fn send_all(outflow: &Outflow, session: &Session) -> io::Result<()> {
+pub fn send_all(outflow: &mut Outflow, session: &Session) -> io::Result<()> {
     let Session { data: link, stats, references, encoding: plan, .. } = session;
     let references = references.as_deref();
     let encoder = Encoder::new(*plan, thread_cpu_time);
@@ -168,7 +164,7 @@ struct Sending<'a> {
 
 impl Sending<'_> {
     /// The queue's next item; none when nobody can send more.
-    fn next(&mut self, outflow: &Outflow) -> Option<Outgoing> {
+    fn next(&mut self, outflow: &mut Outflow) -> Option<Outgoing> {
         if let Some(item) = outflow.try_take() {
             return Some(item);
         }
@@ -250,7 +246,7 @@ mod tests {
     /// What [`Next::Message`] says must be true: the link holds bytes back for it.
     #[test]
     fn a_message_is_announced_only_if_one_goes_out() {
-        let (outbox, outflow) = queue();
+        let (outbox, mut outflow) = queue();
         let message = || Outgoing::Message(ToBackup::StandDown);
         for item in [
             message(),
