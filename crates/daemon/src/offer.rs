@@ -61,7 +61,9 @@ pub(crate) fn take(
     let directory = host.vm_directory(&offer.definition.name)?;
     let record = host.record(&offer.definition.name).map_err(|error| error.to_string());
     let groundwork = resync::examine(&host.config.name, record, offer, &directory);
-    let mut welcome = Welcome { wire_version: hello.agreed(), ..Welcome::of(&host.config.name) };
+    let patience_ms = Some(host.config.detection.peer.as_millis() as u64);
+    let wire_version = hello.agreed();
+    let mut welcome = Welcome { wire_version, patience_ms, ..Welcome::of(&host.config.name) };
     match &groundwork {
         Groundwork::Full(why) => {
             welcome.full_because = why.clone();

@@ -6,10 +6,12 @@ use crate::vm::{FencedVm, Vm};
 use anyhow::{Context, bail};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 use tracing::{error, info, warn};
 use understudy_disk::{FreshMirror, Mirror};
 use understudy_link::link::Link;
 use understudy_machine::Plan;
+use understudy_protocol::heartbeat_interval;
 use understudy_protocol::wire::LEAST_WIRE_VERSION;
 use understudy_protocol::{DiskIndex, HostName, Output, VmName};
 use understudy_qemu::Role;
@@ -63,6 +65,10 @@ pub(crate) fn begin(
         disk_reads: offer.disk_reads,
         group: group_of(host, hello, offer)?,
         timeout: host.config.detection.peer,
+        heartbeat_interval: heartbeat_interval(
+            host.config.detection.peer,
+            offer.patience_ms.map(Duration::from_millis),
+        ),
         arbiter: host.arbiter.clone().expect("examined before"),
         records: host.records.clone(),
         addresses: offer.paths.clone(),

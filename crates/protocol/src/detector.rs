@@ -6,8 +6,15 @@
 use crate::Time;
 use std::time::Duration;
 
-/// Heartbeats are sent this often.
-pub const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(20);
+/// Time between two looks of a session at the time that has passed. No heartbeat is due earlier, and those of hosts with
+/// the shipped time-out are sent as often.
+pub const TICK: Duration = Duration::from_millis(20);
+
+/// The longest time between two heartbeats.
+const LONGEST_INTERVAL: Duration = Duration::from_millis(200);
+
+/// So many heartbeats are due in a time-out.
+const BEATS: u32 = 5;
 
 /// The time-out is at least this many times the longest recent gap.
 const JITTER_FACTOR: u32 = 3;
@@ -18,6 +25,13 @@ const CEILING: Duration = Duration::from_secs(2);
 /// The shortest silence that counts before the first synchronisation has ended: nobody can take
 /// over until then, so suspecting earlier saves nothing, and a false alarm throws the copy away.
 pub(crate) const SYNC_PATIENCE: Duration = CEILING;
+
+/// Time between two heartbeats of a session, the same on both hosts: a fifth of the time-out of the less patient one. A
+/// host that does not say how patient it is may be as impatient as any.
+pub fn heartbeat_interval(ours: Duration, theirs: Option<Duration>) -> Duration {
+    let shorter = theirs.unwrap_or_default().min(ours);
+    (shorter / BEATS).clamp(TICK, LONGEST_INTERVAL)
+}
 
 /// Watches the peer's signs of life.
 #[derive(Clone, Debug)]
@@ -31,7 +45,7 @@ impl Detector {
     /// A detector that suspects after `floor` at the earliest; the peer counts
     /// as heard at `now`.
     pub fn new(floor: Duration, now: Time) -> Detector {
-        Detector { floor, last_heard: now, typical_worst_gap: HEARTBEAT_INTERVAL }
+        Detector { floor, last_heard: now, typical_worst_gap: TICK }
     }
 
     /// Suspects after `floor` at the earliest from now on.
@@ -44,7 +58,7 @@ impl Detector {
         let gap = now - self.last_heard;
         // Rises at once, decays slowly: about 10 s to forget a burst of jitter.
         let decayed = self.typical_worst_gap.mul_f64(0.995);
-        self.typical_worst_gap = decayed.max(gap).max(HEARTBEAT_INTERVAL);
+        self.typical_worst_gap = decayed.max(gap).max(TICK);
         self.last_heard = now;
     }
 
@@ -74,6 +88,18 @@ mod tests {
     }
 
     #[test]
+    fn hosts_that_are_patient_beat_less_often_and_none_too_seldom_for_the_other() {
+        let ms = Duration::from_millis;
+        assert_eq!(heartbeat_interval(ms(100), Some(ms(100))), ms(20));
+        assert_eq!(heartbeat_interval(ms(500), Some(ms(700))), ms(100));
+        assert_eq!(heartbeat_interval(ms(10_000), Some(ms(300))), ms(60));
+        assert_eq!(heartbeat_interval(ms(10_000), Some(ms(10_000))), ms(200));
+        assert_eq!(heartbeat_interval(ms(10_000), Some(ms(0))), ms(20));
+        // A host of an earlier release.
+        assert_eq!(heartbeat_interval(ms(10_000), None), ms(20));
+    }
+
+    #[test]
     fn suspects_after_the_floor_when_heartbeats_are_regular() {
         let mut detector = Detector::new(Duration::from_millis(100), at(0));
         for beat in 1..50 {
@@ -98,7 +124,7 @@ mod tests {
 
     #[test]
     fn distance_alone_is_no_reason_for_suspicion() {
-        let (beat, distance) = (HEARTBEAT_INTERVAL, Duration::from_millis(50));
+        let (beat, distance) = (TICK, Duration::from_millis(50));
         let mut detector = Detector::new(Duration::from_millis(100), at(0));
         for sent in 0..500 {
             let arrives = at(0) + beat * sent + distance;

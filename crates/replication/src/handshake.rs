@@ -244,6 +244,9 @@ pub struct Offer {
     /// Request of the operator; the backup does the same after a take-over.
     #[serde(default)]
     pub wish: Option<ProtectRequest>,
+    /// The primary's patience: of what it waits for, the shortest time, in ms. None of a host of an earlier release.
+    #[serde(default)]
+    pub patience_ms: Option<u64>,
 }
 
 /// Bytes of a disk's export: no more than a list of its changes can be kept of, whoever names them.
@@ -323,6 +326,9 @@ pub struct Welcome {
     /// Note of what the primary's users should know about the backup, if anything.
     #[serde(default)]
     pub note: Option<String>,
+    /// The backup's patience, as [`Offer::patience_ms`].
+    #[serde(default)]
+    pub patience_ms: Option<u64>,
 }
 
 impl Welcome {
@@ -334,6 +340,7 @@ impl Welcome {
             resync: None,
             full_because: String::new(),
             note: None,
+            patience_ms: None,
         }
     }
 }

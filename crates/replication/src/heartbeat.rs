@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use tracing::debug;
 use understudy_link::link::Link;
-use understudy_protocol::{HEARTBEAT_INTERVAL, PathEvent, PathIndex, Time, VmName};
+use understudy_protocol::{PathEvent, PathIndex, TICK, Time, VmName};
 use understudy_qemu::urgency::raise_this_thread;
 use understudy_threads::spawn;
 
@@ -125,11 +125,12 @@ impl Heartbeats {
 pub type Dial = Arc<dyn Fn(PathIndex) -> anyhow::Result<Link> + Send + Sync>;
 
 /// Starts the heart of a session, which ends with it. `first` are connections that there are
-/// already; with `dial` the others are made, and made again when they have ended. The only path
+/// already; `interval` is between two of its beats; with `dial` the others are made, and made again when they have ended. The only path
 /// is not dialled again: with it, the peer is lost.
 pub fn start<P: Pulse>(
     vm: &VmName,
     session: &Arc<P>,
+    interval: Duration,
     first: Vec<(PathIndex, Link)>,
     dial: Option<Dial>,
 ) -> io::Result<()> {
@@ -143,8 +144,16 @@ pub fn start<P: Pulse>(
     for (path, link) in first {
         session.heartbeats().attach(path, link);
     }
-    let next_beat = clock::now();
-    let heart = Heart { vm: vm.clone(), session: session.clone(), lines, dial, next_beat };
+    let first = clock::now();
+    let heart = Heart {
+        vm: vm.clone(),
+        session: session.clone(),
+        lines,
+        dial,
+        interval,
+        next_beat: first,
+        next_tick: first,
+    };
     spawn(format!("heart-{vm}"), move || heart.run()).map(drop)
 }
 
@@ -155,7 +164,9 @@ struct Heart<P> {
     /// The line of each path.
     lines: Vec<Line>,
     dial: Option<Dial>,
+    interval: Duration,
     next_beat: Time,
+    next_tick: Time,
 }
 
 impl<P: Pulse> Heart<P> {
@@ -168,20 +179,20 @@ impl<P: Pulse> Heart<P> {
                 self.hear(n);
             }
             self.dial_again();
-            self.beat();
+            self.tick();
         }
         self.session.heartbeats().close();
         self.session.heartbeats().drop_news();
         self.lines.iter().for_each(Line::close);
     }
 
-    /// Waits until something comes, or a beat is due.
+    /// Waits until something comes, or a tick is due.
     fn wait(&self) {
         let readable = |fd| PollFd::new(fd, PollFlags::POLLIN);
         let mut fds = vec![readable(self.session.heartbeats().wake.as_fd())];
         fds.extend(self.lines.iter().filter_map(Line::fd).map(readable));
         let more = self.lines.iter().any(Line::has_more);
-        let left = self.next_beat - clock::now();
+        let left = self.next_tick - clock::now();
         let longest = if more { Duration::ZERO } else { left };
         // A signal only makes it look once more.
         let _ = ppoll(&mut fds, Some(TimeSpec::from_duration(longest)), None);
@@ -258,14 +269,18 @@ impl<P: Pulse> Heart<P> {
         }
     }
 
-    fn beat(&mut self) {
+    fn tick(&mut self) {
         let now = clock::now();
-        if now < self.next_beat {
+        if now < self.next_tick {
             return;
         }
-        let late = now - self.next_beat;
-        self.lines.iter().for_each(Line::beat);
-        self.next_beat = now + HEARTBEAT_INTERVAL;
+        let late = now - self.next_tick;
+        self.next_tick = now + TICK;
+        // Not a tick later for a tick that came a little too soon.
+        if now + TICK / 2 > self.next_beat {
+            self.lines.iter().for_each(Line::beat);
+            self.next_beat = now + self.interval;
+        }
         if late < OWN_STALL {
             self.follow(PathEvent::Tick);
             self.session.tick();

@@ -15,7 +15,7 @@ use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{Kind, Message, WireError};
 use understudy_protocol::{
     Backup, BackupPhase, CardFrames, Carried, Epoch, EpochEnd, Generation, Ownership, PathEvent,
-    StagedEpoch, Staging, Time,
+    StagedEpoch, Staging, TICK, Time,
 };
 use understudy_session::backup::{self, Awaited, Effect, Errand, Event as BackupEvent, Word};
 use understudy_session::hand_back::WinnersWord;
@@ -69,6 +69,7 @@ pub struct Standby {
     pub(crate) lost_writes: bool,
     /// Its guest could not be started.
     pub(crate) never_started: bool,
+    next_tick: Time,
     next_beat: Time,
     /// Messages that it has applied, and of how many its primary has heard, which hears nothing else of it.
     pub(crate) worked: u64,
@@ -158,6 +159,7 @@ impl World {
             won: None,
             lost_writes: false,
             never_started: false,
+            next_tick: self.now,
             next_beat: self.now,
             worked: 0,
             told_work: 0,
@@ -171,7 +173,7 @@ impl World {
         self.note(host, || format!("stands by at generation {generation}"));
         let ready = Message::new(Kind::Ready, Epoch(0), Vec::new());
         self.send(host, data, ready);
-        self.after(understudy_protocol::HEARTBEAT_INTERVAL, Event::BackupBeat(host, id));
+        self.after(TICK, Event::BackupBeat(host, id));
         self.after(PROOFS, Event::Prove(host, id));
     }
 
@@ -360,21 +362,24 @@ impl World {
 
     /// Heartbeat and tick; after a stall of its own the peer's messages come first.
     pub(crate) fn backup_beat(&mut self, host: HostId, id: SessionId) {
-        let now = self.now;
+        let (now, interval) = (self.now, self.schedule.heartbeat_interval());
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
-        let punctual = now <= standby.next_beat + super::world::OWN_STALL;
-        standby.next_beat = now + understudy_protocol::HEARTBEAT_INTERVAL;
-        let (beats, next) = (standby.ways.open(), standby.next_beat);
+        let punctual = now <= standby.next_tick + super::world::OWN_STALL;
+        standby.next_tick = now + TICK;
+        let is_due = now >= standby.next_beat;
+        if is_due {
+            standby.next_beat = now + interval;
+        }
         let over = standby.core.may_hang_up(0);
-        for heartbeat in beats {
+        for heartbeat in standby.ways.open() {
             if over {
                 self.check_told(host, id);
                 self.close(host, heartbeat);
-            } else {
+            } else if is_due {
                 self.send(host, heartbeat, Message::new(Kind::Heartbeat, Epoch(0), Vec::new()));
             }
         }
-        self.at(next, Event::BackupBeat(host, id));
+        self.after(TICK, Event::BackupBeat(host, id));
         self.tell_work(host, id);
         self.check_other(host, id);
         if punctual {

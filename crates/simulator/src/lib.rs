@@ -57,4 +57,7 @@ pub use coverage::Coverage;
 pub use mutant::{CoreMutant, DriverMutant, Mutant};
 pub use schedule::TENTH_APART;
 pub use shrink::{Shrunk, shrink};
-pub use sweep::{Failure, Found, Mutants, Report, Story, force_with_clocks, replay, simulate};
+pub use sweep::{
+    Failure, Found, Mutants, Report, Story, force_with_clocks, replay, simulate,
+    simulate_with_timeout,
+};

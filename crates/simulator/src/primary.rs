@@ -16,7 +16,7 @@ use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{Kind, Message};
 use understudy_protocol::{
     Behind, EPOCH_BOUND, Epoch, EpochDigest, Generation, Headway, PathEvent, PathIndex, Primary,
-    PrimaryAction, PrimaryPhase, Rendezvous, Time,
+    PrimaryAction, PrimaryPhase, Rendezvous, TICK, Time,
 };
 use understudy_session::primary::{Effect, Event as PrimaryEvent, Lead};
 
@@ -74,6 +74,7 @@ pub struct Session {
     work: u64,
     /// Time of the last acknowledgement.
     acknowledged: Time,
+    next_tick: Time,
     next_beat: Time,
 }
 
@@ -125,6 +126,7 @@ impl World {
             outbox: Outbox::new(shortage),
             work: 0,
             acknowledged: now,
+            next_tick: now,
             next_beat: now,
         });
         self.note(host, || format!("protects the VM on {}", dialled.peer));
@@ -172,15 +174,19 @@ impl World {
 
     /// Heartbeat and tick; after a stall of its own the peer's messages come first.
     pub(crate) fn primary_beat(&mut self, host: HostId, id: SessionId) {
-        let now = self.now;
+        let (now, interval) = (self.now, self.schedule.heartbeat_interval());
         let Some(session) = self.hosts[host.0].session(id) else { return };
-        let punctual = now <= session.next_beat + super::world::OWN_STALL;
-        session.next_beat = now + understudy_protocol::HEARTBEAT_INTERVAL;
-        let (beats, next) = (session.ways.open(), session.next_beat);
+        let punctual = now <= session.next_tick + super::world::OWN_STALL;
+        session.next_tick = now + TICK;
+        let mut beats = Vec::new();
+        if now >= session.next_beat {
+            session.next_beat = now + interval;
+            beats = session.ways.open();
+        }
         for heartbeat in beats {
             self.send(host, heartbeat, Message::new(Kind::Heartbeat, Epoch(0), Vec::new()));
         }
-        self.at(next, Event::PrimaryBeat(host, id));
+        self.after(TICK, Event::PrimaryBeat(host, id));
         if punctual {
             self.path_event(host, id, PathEvent::Tick);
             self.look_at_headway(host, id);

@@ -201,6 +201,11 @@ impl Fault {
 }
 
 impl Schedule {
+    /// Time between two heartbeats of its sessions.
+    pub(crate) fn heartbeat_interval(&self) -> Duration {
+        understudy_protocol::heartbeat_interval(self.timeout, Some(self.timeout))
+    }
+
     /// The schedule of a seed.
     pub fn new(seed: u64) -> Schedule {
         let random = &mut Random::new(seed, 1);

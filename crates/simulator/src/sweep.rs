@@ -10,6 +10,7 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread;
+use std::time::Duration;
 use understudy_protocol::mutant::plant;
 
 /// The result of a range of seeds.
@@ -99,6 +100,11 @@ pub fn simulate(seeds: Range<u64>, progress: impl Fn() + Sync) -> Report {
 /// Runs one seed and tells its story.
 pub fn replay(seed: u64, mutant: Option<Mutant>) -> Story {
     Story { seed: Some(seed), ..play(Schedule::new(seed), seed, mutant, true) }
+}
+
+/// Runs the seeds with hosts that suspect their peers after another time-out.
+pub fn simulate_with_timeout(seeds: Range<u64>, timeout: Duration) -> Report {
+    sweep(seeds, |seed| Some(Schedule { timeout, ..Schedule::new(seed) }), &|| {})
 }
 
 /// Runs those of the seeds whose schedules let an operator force the VM onto another host, with clocks that

@@ -1,7 +1,9 @@
 //! 10 000 schedules of failures, and planted bugs among them.
 
+use std::time::Duration;
 use understudy_simulator::{
     CoreMutant, DriverMutant, Found, Mutant, TENTH_APART, force_with_clocks, replay, simulate,
+    simulate_with_timeout,
 };
 
 /// Unoptimised builds do a part.
@@ -106,6 +108,15 @@ fn no_schedule_breaks_an_invariant_and_each_planted_bug_breaks_its_own() {
     // The schedules reach what they are meant to test.
     for (what, count) in report.coverage.counts() {
         assert!(count > 0, "no schedule reached {what}: {:#?}", report.coverage);
+    }
+}
+
+/// Patient hosts beat less often, and what is looked at with each beat is looked at less often.
+#[test]
+fn no_schedule_of_patient_hosts_breaks_an_invariant() {
+    for timeout in [500, 1_000] {
+        let report = simulate_with_timeout(0..SEEDS / 5, Duration::from_millis(timeout));
+        assert_eq!(report.failures, [], "a time-out of {timeout} ms");
     }
 }
 

@@ -153,6 +153,8 @@ pub struct Plan {
     pub group: (Arc<Group>, usize),
     /// The shortest silence that counts as failure.
     pub timeout: Duration,
+    /// Time between two heartbeats.
+    pub heartbeat_interval: Duration,
     /// Arbiter of ownership.
     pub arbiter: Arbiter,
     /// Records in which this host notes what its images are.
@@ -251,7 +253,7 @@ pub fn accept(
         understudy_threads::spawn(format!("prove-{}", session.vm), proof::body(&session))
             .context("cannot start a thread")?;
     }
-    heartbeat::start(&session.vm, &session, Vec::new(), None)?;
+    heartbeat::start(&session.vm, &session, plan.heartbeat_interval, Vec::new(), None)?;
     spawn("receive", &session, |session| session.receive())?;
     Ok(session)
 }

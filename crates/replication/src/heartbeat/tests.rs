@@ -11,11 +11,14 @@ use understudy_report::events::Journal;
 /// A time longer than anything here takes.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+const INTERVAL: Duration = Duration::from_millis(20);
+
 /// A session that does nothing but to count.
 struct Counting {
     paths: PathMonitor,
     heartbeats: Heartbeats,
     heard: AtomicUsize,
+    ticks: AtomicUsize,
     lost: Mutex<Option<String>>,
     may_hang_up: AtomicBool,
 }
@@ -30,6 +33,7 @@ impl Counting {
             paths: PathMonitor::new(&events, &peer, addresses, in_use, PATIENCE),
             heartbeats: Heartbeats::new().unwrap(),
             heard: AtomicUsize::new(0),
+            ticks: AtomicUsize::new(0),
             lost: Mutex::default(),
             may_hang_up: AtomicBool::new(false),
         })
@@ -73,7 +77,9 @@ impl Pulse for Counting {
     fn lost(&self, reason: String) {
         *self.lost.lock().unwrap() = Some(reason);
     }
-    fn tick(&self) {}
+    fn tick(&self) {
+        self.ticks.fetch_add(1, Ordering::AcqRel);
+    }
     fn leave_path(&self) {}
     fn is_over(&self) -> bool {
         self.may_hang_up()
@@ -106,7 +112,7 @@ fn signal(kind: Kind) -> [u8; understudy_protocol::wire::HEADER_BYTES] {
 fn heartbeats_go_on_until_the_session_may_hang_up() {
     let (session, (link, peer)) = (Counting::new(1), connection());
     let peer = of_messages(peer);
-    start(&literal("vm"), &session, vec![(PathIndex(0), link)], None).unwrap();
+    start(&literal("vm"), &session, INTERVAL, vec![(PathIndex(0), link)], None).unwrap();
     for _ in 0..10 {
         assert_eq!(peer.receive().unwrap().header.kind, Kind::Heartbeat);
     }
@@ -115,11 +121,28 @@ fn heartbeats_go_on_until_the_session_may_hang_up() {
 }
 
 #[test]
+fn a_patient_heart_looks_at_the_time_more_often_than_it_beats() {
+    let (session, (link, peer)) = (Counting::new(1), connection());
+    let peer = of_messages(peer);
+    let interval = Duration::from_millis(200);
+    start(&literal("vm"), &session, interval, vec![(PathIndex(0), link)], None).unwrap();
+    let deadline = Instant::now() + PATIENCE;
+    for beats in 1.. {
+        assert_eq!(peer.receive().unwrap().header.kind, Kind::Heartbeat);
+        if session.ticks.load(Ordering::Acquire) > 3 * beats {
+            break;
+        }
+        assert!(Instant::now() < deadline, "{beats} beats, and {:?} ticks", session.ticks);
+    }
+    session.end();
+}
+
+#[test]
 fn half_a_message_on_one_path_holds_no_other_up() {
     let session = Counting::new(2);
     let ((one, mut ones), (other, mut others)) = (connection(), connection());
     let first = vec![(PathIndex(0), one), (PathIndex(1), other)];
-    start(&literal("vm"), &session, first, None).unwrap();
+    start(&literal("vm"), &session, INTERVAL, first, None).unwrap();
     session.await_heard(2);
     let (half, rest) = (&sign()[..7], &sign()[7..]);
     ones.write_all(half).unwrap();
@@ -139,7 +162,7 @@ fn a_path_is_dialled_beside_the_others_until_it_stands() {
     let peer = of_messages(peer);
     let (answer, answers) = crossbeam_channel::bounded(0);
     let dial: Dial = Arc::new(move |_| Ok(answers.recv()?));
-    start(&literal("vm"), &session, vec![(PathIndex(0), link)], Some(dial)).unwrap();
+    start(&literal("vm"), &session, INTERVAL, vec![(PathIndex(0), link)], Some(dial)).unwrap();
     for _ in 0..10 {
         peer.receive().expect("the heart waits for nobody who dials");
     }
@@ -155,7 +178,7 @@ fn a_path_is_dialled_beside_the_others_until_it_stands() {
 #[test]
 fn connections_that_come_after_the_end_are_ended() {
     let session = Counting::new(1);
-    start(&literal("vm"), &session, Vec::new(), None).unwrap();
+    start(&literal("vm"), &session, INTERVAL, Vec::new(), None).unwrap();
     session.heartbeats.close();
     for has_ended in [false, true] {
         if has_ended {
@@ -173,7 +196,7 @@ fn connections_that_come_after_the_end_are_ended() {
 fn what_is_no_heartbeat_is_no_sign_of_life_and_ends_the_connection() {
     for kind in Kind::ALL.into_iter().filter(|kind| *kind != Kind::Heartbeat) {
         let (session, (link, mut peer)) = (Counting::new(1), connection());
-        start(&literal("vm"), &session, vec![(PathIndex(0), link)], None).unwrap();
+        start(&literal("vm"), &session, INTERVAL, vec![(PathIndex(0), link)], None).unwrap();
         session.await_heard(1);
         peer.write_all(&signal(kind)).unwrap();
         let peer = of_messages(peer);

@@ -43,7 +43,7 @@ pub use offer::used_bytes;
 pub use session::Session;
 pub use stance::Stance;
 pub use turn::Next;
-use understudy_protocol::HostName;
+use understudy_protocol::{HostName, heartbeat_interval};
 use understudy_threads::{Mutex, Waitable, spawn};
 
 /// Hears which backup has not been able to take over for long, why, and for how many times as long as that takes. It is
@@ -100,6 +100,13 @@ pub struct Detection {
     pub epoch: Duration,
 }
 
+impl Detection {
+    /// The shortest time that a heart and what it looks at count with.
+    pub fn patience(&self) -> Duration {
+        self.peer.min(self.epoch)
+    }
+}
+
 /// The plan of a session, as `protect` needs it.
 pub struct Plan {
     /// Identity of this host.
@@ -122,10 +129,8 @@ pub struct Plan {
     pub policy: Policy,
     /// Encoding of pages.
     pub encoding: EncodingPlan,
-    /// The shortest silence that counts as failure.
-    pub timeout: Duration,
-    /// The longest silence of QEMU that is no failure.
-    pub qemu_timeout: Duration,
+    /// Silences that are failures.
+    pub detection: Detection,
     /// Arbiter of ownership.
     pub arbiter: Arbiter,
     /// This host's QEMU.
@@ -164,10 +169,16 @@ pub fn protect(
         session: plan.session.to_string(),
         addresses: plan.addresses.clone(),
     };
-    let Taken { link, path, basis, version } = offer(&machine, &plan, (&group, place), &dialler)?;
+    let Taken { link, path, basis, version, patience } =
+        offer(&machine, &plan, (&group, place), &dialler)?;
     let vm = &machine.definition().name;
-    let paths =
-        PathMonitor::new(&plan.events, &plan.peer, plan.addresses.clone(), path, plan.timeout);
+    let paths = PathMonitor::new(
+        &plan.events,
+        &plan.peer,
+        plan.addresses.clone(),
+        path,
+        plan.detection.peer,
+    );
     let paths = Arc::new(paths);
     let data = Channel::new(link, dialler.renewal(&paths));
     await_ready(&data, &machine, &plan.peer)?;
@@ -223,12 +234,13 @@ pub fn protect(
     }
     session.event(Event::Ready);
     let dial = dialler.clone();
+    let interval = heartbeat_interval(plan.detection.patience(), patience);
     let dial: Dial = Arc::new(move |path| dial.heartbeat(path));
-    heartbeat::start(&session.vm, &session, vec![(path, heartbeat)], Some(dial))?;
+    heartbeat::start(&session.vm, &session, interval, vec![(path, heartbeat)], Some(dial))?;
     // Its heart beats, and the backup stands by.
     let give_up = |error: &anyhow::Error| session.event(Event::PeerGone(format!("{error:#}")));
     note(&session, plan.mode).inspect_err(give_up)?;
-    let asked = (contest_queue, plan.qemu_timeout);
+    let asked = (contest_queue, plan.detection.qemu);
     start_threads(&session, outflow, asked, (copies, dialler), over).inspect_err(give_up)?;
     Ok(session)
 }

@@ -12,6 +12,7 @@ use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 use tracing::info;
 use understudy_disk::{Disk, image_bytes};
 use understudy_link::channel::Channel;
@@ -35,6 +36,8 @@ pub struct Taken {
     pub basis: Basis,
     /// The wire version that is spoken.
     pub version: WireVersion,
+    /// The backup's patience, if it has said it.
+    pub patience: Option<Duration>,
 }
 
 /// The handshake on the data connection, until the backup starts its QEMU.
@@ -73,6 +76,7 @@ pub fn offer(
         paths: plan.addresses.clone(),
         path: PathIndex(0),
         wish: Some(plan.wish.clone()),
+        patience_ms: Some(plan.detection.patience().as_millis() as u64),
     };
     let (link, path, welcome) = dialler.offer(offer)?;
     let version = handshake::agreed(welcome.wire_version)?;
@@ -106,7 +110,8 @@ pub fn offer(
     };
     // A backup that hangs up has said why, before.
     send().map_err(|error| link.last_words().unwrap_or(error))?;
-    Ok(Taken { link, path, basis, version })
+    let patience = welcome.patience_ms.map(Duration::from_millis);
+    Ok(Taken { link, path, basis, version, patience })
 }
 
 fn export_bytes(machine: &Machine) -> anyhow::Result<Vec<ExportBytes>> {
