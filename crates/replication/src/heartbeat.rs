@@ -173,9 +173,11 @@ impl<P: Pulse> Heart<P> {
     fn run(mut self) {
         be_punctual();
         while !self.session.may_hang_up() {
-            self.wait();
-            self.take_news();
-            for n in 0..self.lines.len() {
+            let ready = self.wait();
+            if ready.contains(&None) {
+                self.take_news();
+            }
+            for n in ready.into_iter().flatten() {
                 self.hear(n);
             }
             self.dial_again();
@@ -186,16 +188,21 @@ impl<P: Pulse> Heart<P> {
         self.lines.iter().for_each(Line::close);
     }
 
-    /// Waits until something comes, or a tick is due.
-    fn wait(&self) {
+    /// Waits until something comes, or a tick is due. Returns the lines over which something may have come, and none of
+    /// them for news.
+    fn wait(&self) -> Vec<Option<usize>> {
         let readable = |fd| PollFd::new(fd, PollFlags::POLLIN);
-        let mut fds = vec![readable(self.session.heartbeats().wake.as_fd())];
-        fds.extend(self.lines.iter().filter_map(Line::fd).map(readable));
-        let more = self.lines.iter().any(Line::has_more);
+        let lines = self.lines.iter().enumerate();
+        let (numbers, mut fds): (Vec<_>, Vec<_>) =
+            lines.filter_map(|(n, line)| Some((Some(n), readable(line.fd()?)))).unzip();
+        fds.push(readable(self.session.heartbeats().wake.as_fd()));
+        let has_more = |n: &Option<usize>| n.is_some_and(|n| self.lines[n].has_more());
         let left = self.next_tick - clock::now();
-        let longest = if more { Duration::ZERO } else { left };
+        let longest = if numbers.iter().any(has_more) { Duration::ZERO } else { left };
         // A signal only makes it look once more.
         let _ = ppoll(&mut fds, Some(TimeSpec::from_duration(longest)), None);
+        let each = numbers.into_iter().chain([None]).zip(fds);
+        each.filter(|(n, fd)| fd.any() != Some(false) || has_more(n)).map(|(n, _)| n).collect()
     }
 
     fn take_news(&mut self) {
