@@ -73,7 +73,7 @@ deb: build ## Build the Debian packages into target/deb
 	@scripts/setup deb
 	@scripts/deb
 
-lint: style ## Formatting, clippy, shellcheck, spelling, cited files, locks; warnings denied
+lint: style ## Formatting, clippy, shellcheck, spelling, cited files, lengths, locks; warnings denied
 	cargo clippy --workspace --all-targets --profile checks --features understudy/fail-points -- -D warnings
 	cd guests/tools && cargo clippy --target-dir ../../target/guest/build --all-targets -- -D warnings
 
@@ -84,6 +84,7 @@ style: ## `make lint` without clippy
 	git ls-files -z '*.md' '*.rs' '*.toml' Makefile .ci packaging scripts | xargs -0 codespell
 	git ls-files .ci guests packaging scripts | xargs grep -lE '^#!/bin/(ba)?sh' | xargs shellcheck --severity=warning
 	scripts/check-citations
+	scripts/check-lengths
 	scripts/check-locks
 	scripts/draw-crates --check
 

@@ -1,32 +1,26 @@
 //! Admission: everything that speaks against a VM, found before anything is changed.
 
+mod disks;
+mod emulator;
+
+pub(crate) use disks::{open_disks, open_disks_in_use};
+
 use crate::boot::Past;
-use crate::host::{Host, PEER_TIMEOUT, prepare_directory};
-use crate::keeper::places::Kept;
-use crate::protection::refused;
-use crate::vm::{PrimaryVm, Vm};
+use crate::host::{Host, prepare_directory};
+use crate::vm::Vm;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use tracing::{info, warn};
+use std::path::PathBuf;
 use understudy_arbiter::Key;
 use understudy_arbiter::Unreachable;
-use understudy_disk::{
-    Disk, DiskError, ImageFormat, Tables, changes_path, export_bytes, export_bytes_as_listed,
-};
-use understudy_machine::Machine;
 use understudy_network::{NetworkError, bridge_exists, filters_vlans};
 use understudy_protocol::HostName;
 use understudy_protocol::VmName;
-use understudy_protocol::validity::{ArbiterWord, ImageRole, may_start};
-use understudy_protocol::wire::Kind;
-use understudy_protocol::{DiskIndex, Generation, Verdict};
-use understudy_qemu::definition::{CardDefinition, DiskDefinition, DiskFormat};
-use understudy_qemu::lockstep::{LogRole, obstacles};
-use understudy_qemu::{Accelerator, Capabilities, Release, VmDefinition, build_id, peer_obstacle};
-use understudy_replication::handshake::{Offer, Purpose, Welcome};
+use understudy_protocol::validity::{ArbiterWord, may_start};
+use understudy_protocol::{Generation, Verdict};
+use understudy_qemu::VmDefinition;
+use understudy_qemu::definition::CardDefinition;
+use understudy_replication::handshake::Offer;
 use understudy_replication::records::Record;
-use understudy_report::Mode;
 use understudy_report::error::{ErrorKind, HostError};
 
 /// Remedy that is left where a VM's newest images are lost.
@@ -127,98 +121,6 @@ impl Host {
         Ok(())
     }
 
-    /// Refuses a VM that cannot run in lockstep with this host's QEMU.
-    pub(crate) fn check_lockstep(
-        &self,
-        definition: &VmDefinition,
-        accelerator: Accelerator,
-    ) -> Result<(), HostError> {
-        let found = obstacles(definition, accelerator, Some(self.capabilities.version));
-        if found.is_empty() {
-            return Ok(());
-        }
-        let message = format!(
-            "{} cannot run in lockstep on host {}: {}; `--mode checkpoint` protects it",
-            definition.name,
-            self.config.name,
-            found.join("; ")
-        );
-        Err(HostError::new(ErrorKind::Invalid, message))
-    }
-
-    /// Refuses to execute the log of a primary whose QEMU is another build than this host's.
-    pub(crate) fn check_build(&self, primarys: Option<&str>) -> Result<(), HostError> {
-        let ours = self.installed_build()?;
-        match peer_obstacle(ours.as_deref(), primarys) {
-            None => Ok(()),
-            Some(obstacle) => {
-                let message = format!("{obstacle}; or use `--mode checkpoint`");
-                Err(HostError::new(ErrorKind::Invalid, message))
-            }
-        }
-    }
-
-    /// Asks a host whether it could execute the log of this VM, before the VM is moved into a
-    /// QEMU that records one.
-    pub(crate) fn ask_to_follow(&self, vm: &PrimaryVm, to: &str) -> Result<(), HostError> {
-        let (peer, addresses) = self.known_host(to)?;
-        let build = self.recording_build(&vm.machine())?;
-        let ask = || -> anyhow::Result<Welcome> {
-            let purpose = |_| Purpose::MayFollow { build: build.clone() };
-            let (link, _) = self.identity.dial_first(&peer, &addresses, purpose)?;
-            link.set_read_timeout(Some(PEER_TIMEOUT))?;
-            link.expect_json(Kind::Welcome)
-        };
-        let what = format!("cannot protect {} to {to}", vm.name());
-        ask().map(drop).map_err(|error| refused(&what, &error))
-    }
-
-    /// Refuses a guest whose QEMU this host's cannot go on for.
-    pub(crate) fn check_emulator(
-        &self,
-        theirs: &Release,
-        machine_type: &str,
-        processor: Option<&str>,
-    ) -> Result<(), HostError> {
-        self.check_installed()?;
-        goes_on_for(&self.capabilities, theirs, machine_type, processor)
-            .map_err(|message| HostError::new(ErrorKind::Invalid, message))
-    }
-
-    /// Refuses to start anything in a QEMU of which nothing is known.
-    pub(crate) fn check_installed(&self) -> Result<(), HostError> {
-        match self.qemu_obstacle() {
-            None => Ok(()),
-            Some(obstacle) => Err(HostError::new(ErrorKind::Invalid, obstacle)),
-        }
-    }
-
-    /// The reason why nothing is started in QEMU, with what to do: nothing is known of the one that is installed.
-    pub(crate) fn qemu_obstacle(&self) -> Option<String> {
-        let obstacle = self.installed.obstacle()?;
-        Some(format!("{obstacle}: {}", self.remedy_for_qemu()))
-    }
-
-    /// How another process than this one gets to start VMs here, which asks QEMU anew.
-    pub(crate) fn remedy_for_qemu(&self) -> String {
-        self.keeps.as_ref().map_or_else(|| "restart the daemon".to_owned(), Kept::remedy_for_qemu)
-    }
-
-    /// Build of the QEMU that would record a machine's log.
-    pub(crate) fn recording_build(&self, machine: &Machine) -> Result<Option<String>, HostError> {
-        let records = machine.lockstep().is_some_and(|own| own.role == LogRole::Record);
-        // Else it goes on in the QEMU that is installed now.
-        if records { Ok(machine.qemu_build()) } else { self.installed_build() }
-    }
-
-    fn installed_build(&self) -> Result<Option<String>, HostError> {
-        let program = &self.capabilities.binary;
-        build_id(program).map_err(|error| {
-            let message = format!("cannot read {}: {error}", program.display());
-            HostError::new(ErrorKind::Invalid, message)
-        })
-    }
-
     /// A host that this one knows, with its addresses.
     pub(crate) fn known_host(&self, host: &str) -> Result<(HostName, Vec<SocketAddr>), HostError> {
         let (asked, host) = (host, &*host.to_ascii_lowercase());
@@ -241,31 +143,6 @@ impl Host {
             );
             HostError::new(ErrorKind::Invalid, message)
         })
-    }
-
-    /// Refuses a mode that the machine is not made for.
-    pub(crate) fn check_mode(&self, machine: &Machine, mode: Mode) -> Result<(), HostError> {
-        if mode == Mode::Checkpoint {
-            return Ok(());
-        }
-        self.check_lockstep(machine.definition(), machine.accelerator())?;
-        match machine.lockstep_obstacle() {
-            None => Ok(()),
-            Some(obstacle) => {
-                let message = format!(
-                    "{}: {obstacle}; `--mode checkpoint` protects it",
-                    machine.definition().name
-                );
-                Err(HostError::new(ErrorKind::Invalid, message))
-            }
-        }
-    }
-
-    pub(crate) fn machine_type(&self, definition: &VmDefinition) -> Result<String, HostError> {
-        self.capabilities
-            .machine_type(&definition.machine)
-            .map(str::to_owned)
-            .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))
     }
 
     /// The directory of a VM's sockets, logs and mirrors.
@@ -410,23 +287,6 @@ impl Host {
     }
 }
 
-/// Why a QEMU cannot go on for another of this release, with such a machine and processor.
-fn goes_on_for(
-    ours: &Capabilities,
-    theirs: &Release,
-    machine_type: &str,
-    processor: Option<&str>,
-) -> Result<(), String> {
-    if let Err(unlike) = ours.release().compare(theirs) {
-        let (ours, theirs) = (ours.version, theirs.version);
-        return Err(format!("its QEMU is {ours}, the primary's is {theirs}: {unlike}"));
-    }
-    if !ours.machines.iter().any(|machine| machine.name == machine_type) {
-        return Err(format!("its QEMU has no machine type {machine_type}"));
-    }
-    ours.check_cpu(processor).map_err(|error| error.to_string())
-}
-
 /// Whether images are named in the place of newer ones. Disks that are added to those, or left out of them, replace none.
 fn replaces(named: &[PathBuf], newest: &[PathBuf]) -> bool {
     let lacks = |some: &[PathBuf], others: &[PathBuf]| others.iter().any(|it| !some.contains(it));
@@ -441,127 +301,9 @@ fn check_cards(definition: &VmDefinition, other: &VmDefinition) -> Result<(), Ho
     Err(HostError::new(ErrorKind::Conflict, message))
 }
 
-/// Refuses a qcow2 image whose guest could not find its disk.
-fn check_tables(path: &Path) -> Result<(), DiskError> {
-    let image = path.display();
-    match understudy_disk::check_tables(path)? {
-        Tables::Whole => {}
-        Tables::Leaks(clusters) => {
-            info!(%image, "{clusters} clusters of it are nobody's: they only take room");
-        }
-        Tables::Unchecked(why) => warn!(
-            %image,
-            "its qcow2 tables were not checked: {why}; if the guest does not find its disk, stop it, and \
-             `qemu-img check -r all` on a copy says whether they are damaged"
-        ),
-    }
-    Ok(())
-}
-
-/// Opens and locks the images of a VM's disks. An image that the VM has run on before, by its
-/// record, is of the format that it was then: what it begins with may be the guest's own. `directory` is the VM's,
-/// which has the lists of what has changed since.
-pub(crate) fn open_disks(
-    definition: &VmDefinition,
-    former: Option<&Record>,
-    directory: &Path,
-) -> Result<Vec<Arc<Disk>>, HostError> {
-    hang_in_a_test(&definition.name);
-    let known = |disk: &DiskDefinition| {
-        let same = |other: &DiskDefinition| other.path == disk.path && other.format == disk.format;
-        former.is_some_and(|record| record.definition.disks.iter().any(same))
-    };
-    let is_listed = |i: usize, disk: &DiskDefinition| {
-        former.is_some_and(|it| !it.sessions.is_empty() && it.images().get(i) == Some(&disk.path))
-    };
-    let open = |(i, disk): (usize, &DiskDefinition)| {
-        let index = DiskIndex(i as u16);
-        let format = match disk.format {
-            DiskFormat::Raw => ImageFormat::Raw,
-            DiskFormat::Qcow2 => ImageFormat::Qcow2,
-        };
-        if !known(disk) {
-            understudy_disk::check_format(&disk.path, format)?;
-        }
-        if disk.cdrom {
-            return Disk::open_medium(index, &disk.path).map(Arc::new);
-        }
-        let bytes = match is_listed(i, disk) {
-            true => export_bytes_as_listed(&disk.path, format, &changes_path(directory, index))?,
-            false => export_bytes(&disk.path, format)?,
-        };
-        let stopped = former.is_some_and(|record| record.image.role == ImageRole::Stopped);
-        if format == ImageFormat::Qcow2 && !(stopped && known(disk)) {
-            check_tables(&disk.path)?;
-        }
-        Disk::open(index, &disk.path, bytes).map(Arc::new)
-    };
-    definition.disks.iter().enumerate().map(open).collect::<Result<_, _>>().map_err(invalid)
-}
-
-/// A test has the images of a VM hang for as long as there is a file of its name in the directory that the fail point names.
-fn hang_in_a_test(_vm: &VmName) {
-    fail::fail_point!("open-disks", |directory| {
-        let file = Path::new(&directory.unwrap_or_default()).join(_vm.as_str());
-        while file.exists() {
-            std::thread::sleep(std::time::Duration::from_millis(20));
-        }
-    });
-}
-
-/// The same of images that a QEMU has open, which are shown with so many bytes each: nothing is found out that takes
-/// long, while its guest stands still.
-pub(crate) fn open_disks_in_use(
-    definition: &VmDefinition,
-    bytes: &[u64],
-) -> Result<Vec<Arc<Disk>>, HostError> {
-    let open = |(i, (disk, bytes)): (usize, (&DiskDefinition, &u64))| {
-        let index = DiskIndex(i as u16);
-        match disk.cdrom {
-            true => Disk::open_medium(index, &disk.path),
-            false => Disk::open(index, &disk.path, *bytes),
-        }
-        .map(Arc::new)
-    };
-    let disks = definition.disks.iter().zip(bytes).enumerate();
-    disks.map(open).collect::<Result<_, _>>().map_err(invalid)
-}
-
-fn invalid(error: DiskError) -> HostError {
-    HostError::new(ErrorKind::Invalid, error.to_string())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    // Such a host was taken for one that would have the VM, and a backup given up for it.
-    #[test]
-    fn a_qemu_goes_on_for_one_whose_state_machine_and_processor_it_has() {
-        let machine = understudy_qemu::capabilities::Machine {
-            name: "pc-q35-10.0".to_owned(),
-            alias: Some("q35".to_owned()),
-        };
-        let ours = Capabilities {
-            binary: PathBuf::from("/usr/bin/qemu-system-x86_64"),
-            version: "10.0.2".parse().unwrap(),
-            layout: None,
-            machines: vec![machine],
-            cpus: vec!["max".to_owned()],
-            accelerators: vec![Accelerator::Tcg],
-            processor: None,
-        };
-        let asked = |version: &str, machine, processor| {
-            let theirs = Release { version: version.parse().unwrap(), layout: None };
-            goes_on_for(&ours, &theirs, machine, processor)
-        };
-        assert_eq!(asked("10.0.2", "pc-q35-10.0", Some("max")), Ok(()));
-        let series = asked("10.1.0", "pc-q35-10.0", None).unwrap_err();
-        assert!(series.contains("10.0.2, the primary's is 10.1.0"), "{series}");
-        let machine = asked("10.0.2", "pc-q35-9.2", None).unwrap_err();
-        assert!(machine.contains("no machine type"), "{machine}");
-        assert!(asked("10.0.2", "pc-q35-10.0", Some("Turin")).is_err());
-    }
 
     /// Any change was refused once a VM had been taken over.
     #[test]

@@ -12,6 +12,7 @@ use crate::blocks::BlockSet;
 use crate::capture::Frozen;
 use crate::changes::{ChangeMap, Rounds};
 use crate::error::DiskError;
+use crate::fail_points::fail_in_a_test;
 use crate::flusher::{Done, Flusher};
 use crate::image::{Image, Space};
 use crate::lent::Loan;
@@ -478,25 +479,6 @@ fn note_any(changes: &ChangeMap, path: &Path) {
     if let Err(error) = changes.mark_all() {
         tracing::error!(path = %path.display(), %error, "cannot note that any block may differ");
     }
-}
-
-/// A test makes reads, writes or syncs fail for as long as there is the file that the fail point names.
-pub(crate) fn fail_in_a_test(_point: &str) -> io::Result<()> {
-    fail::fail_point!(_point, |file| match file {
-        Some(file) if Path::new(&file).exists() => Err(Errno::EIO.into()),
-        _ => Ok(()),
-    });
-    Ok(())
-}
-
-/// A test makes writes or syncs wait for as long as there is the file that the fail point names.
-pub(crate) fn hang_in_a_test(_point: &str) {
-    fail::fail_point!(_point, |file| {
-        let file = file.unwrap_or_default();
-        while Path::new(&file).exists() {
-            std::thread::sleep(Duration::from_millis(20));
-        }
-    });
 }
 
 #[cfg(test)]

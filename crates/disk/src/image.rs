@@ -1,9 +1,9 @@
 //! The image file: locked, read with zeroes beyond its end, sparse.
 
 use crate::cached::{Cached, read_cached};
-use crate::disk::{fail_in_a_test, hang_in_a_test};
 use crate::durable::Durable;
 use crate::error::DiskError;
+use crate::fail_points::{fail_in_a_test, hang_in_a_test};
 use crate::lent::Loan;
 use crate::waits::{WaitId, Waits};
 use nix::errno::Errno;

@@ -32,6 +32,7 @@ mod changes;
 mod disk;
 mod durable;
 mod error;
+mod fail_points;
 mod flusher;
 mod format;
 mod image;

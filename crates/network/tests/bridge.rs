@@ -3,6 +3,7 @@
 mod support;
 
 use support::*;
+use understudy_network::*;
 
 /// The tap was left on no bridge, and nobody noticed.
 #[test]
@@ -48,5 +49,41 @@ fn a_tap_that_somebody_removed_is_told_of() {
         ip("link del card0");
         let gone = port.see_to_bridge().unwrap_err().to_string();
         assert!(gone.starts_with("tap card0 was removed from this host"), "{gone}");
+    });
+}
+
+#[test]
+fn bridge_learns_the_port_from_the_announcement() {
+    in_namespace(|| {
+        let port = open(false);
+        let watcher = Neighbour::join(1);
+        assert!(!mac_in_use("br0", GUEST).unwrap());
+        port.announce(&[]);
+        // At once and four repeats.
+        for _ in 0..5 {
+            let heard =
+                watcher.next(|frame| (frame[12..14] == [0x80, 0x35]).then(|| frame.to_vec()));
+            assert_eq!(heard, announcement(GUEST));
+        }
+        assert!(mac_in_use("br0", GUEST).unwrap());
+        let learned = run("bridge", "fdb show br br0 dev card0");
+        assert!(learned.contains(&GUEST.to_string()), "{learned}");
+    });
+}
+
+/// Containers in the guest were unreachable after a take-over until they spoke.
+#[test]
+fn bridge_learns_who_else_is_behind_the_port() {
+    in_namespace(|| {
+        let port = open(false);
+        let container = MacAddress([2, 0x42, 0xac, 0x11, 0, 2]);
+        let mut stations = Stations::new(vec![(GUEST, Default::default())]);
+        let sent = [&PLAIN[..], &frame(container, "from within")].concat();
+        stations.sent(boot_time(), port.card(), &sent);
+        stations.sent(boot_time(), understudy_protocol::CardIndex(9), &sent);
+        port.announce(&stations.get(boot_time()));
+        assert!(mac_in_use("br0", container).unwrap() && mac_in_use("br0", GUEST).unwrap());
+        let learned = run("bridge", "fdb show br br0 dev card0");
+        assert!(learned.contains(&container.to_string()), "{learned}");
     });
 }

@@ -424,42 +424,6 @@ fn a_long_segment_arrives_whole_where_the_driver_takes_it() {
 }
 
 #[test]
-fn bridge_learns_the_port_from_the_announcement() {
-    in_namespace(|| {
-        let port = open(false);
-        let watcher = Neighbour::join(1);
-        assert!(!mac_in_use("br0", GUEST).unwrap());
-        port.announce(&[]);
-        // At once and four repeats.
-        for _ in 0..5 {
-            let heard =
-                watcher.next(|frame| (frame[12..14] == [0x80, 0x35]).then(|| frame.to_vec()));
-            assert_eq!(heard, announcement(GUEST));
-        }
-        assert!(mac_in_use("br0", GUEST).unwrap());
-        let learned = run("bridge", "fdb show br br0 dev card0");
-        assert!(learned.contains(&GUEST.to_string()), "{learned}");
-    });
-}
-
-/// Containers in the guest were unreachable after a take-over until they spoke.
-#[test]
-fn bridge_learns_who_else_is_behind_the_port() {
-    in_namespace(|| {
-        let port = open(false);
-        let container = MacAddress([2, 0x42, 0xac, 0x11, 0, 2]);
-        let mut stations = Stations::new(vec![(GUEST, Default::default())]);
-        let sent = [&PLAIN[..], &frame(container, "from within")].concat();
-        stations.sent(boot_time(), port.card(), &sent);
-        stations.sent(boot_time(), understudy_protocol::CardIndex(9), &sent);
-        port.announce(&stations.get(boot_time()));
-        assert!(mac_in_use("br0", container).unwrap() && mac_in_use("br0", GUEST).unwrap());
-        let learned = run("bridge", "fdb show br br0 dev card0");
-        assert!(learned.contains(&container.to_string()), "{learned}");
-    });
-}
-
-#[test]
 fn what_comes_and_goes_while_nobody_has_a_port_waits_for_whoever_adopts_it() {
     in_namespace(|| {
         let last = open(true);

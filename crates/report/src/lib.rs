@@ -4,6 +4,7 @@
 //! | module | is |
 //! |---|---|
 //! | [`status`] | how hosts and VMs are |
+//! | [`checkpoint`] | what checkpoints cost a guest |
 //! | [`lockstep`] | how VMs in lockstep are |
 //! | [`limits`] | what a QEMU may use of its host |
 //! | [`requests`] | what is asked for |
@@ -16,6 +17,7 @@
 //! | [`upgrade`] | what an upgrade does to VMs |
 //! | [`error`] | errors that reach the user |
 
+pub mod checkpoint;
 pub mod cluster;
 pub mod comparison;
 pub mod error;
@@ -29,6 +31,7 @@ pub mod status;
 pub mod traces;
 pub mod upgrade;
 
+pub use checkpoint::*;
 pub use cluster::{FillReport, FillState};
 pub use comparison::{ComparisonCounts, ComparisonReport, Difference, Part};
 pub use error::{ErrorKind, HostError};

@@ -4,7 +4,7 @@
 //! A session's figures begin anew with each protection, and are read when somebody asks; these only grow, so that a
 //! rate over them is right however rarely they are read.
 
-use crate::status::CheckpointTiming;
+use crate::checkpoint::CheckpointTiming;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::Histogram;

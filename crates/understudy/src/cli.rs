@@ -1,15 +1,17 @@
-//! The grammar of the command line; that of `protect` is in [`protect`], that of `events` in
-//! [`watch`].
+//! The grammar of the command line; that of `vm` is in [`vm`], that of `protect` in [`protect`], and so on.
 
 mod import;
+mod pki;
 mod protect;
 mod setup;
 mod snapshot;
 mod upgrade;
+mod vm;
 mod watch;
 
-use import::VM_IMPORT_HELP;
 pub use import::*;
+use pki::PKI_HELP;
+pub use pki::PkiCommand;
 use protect::PROTECT_HELP;
 pub use protect::*;
 pub use setup::*;
@@ -19,19 +21,18 @@ pub use snapshot::*;
 use understudy_protocol::{GroupName, VmName};
 use upgrade::UPGRADE_HELP;
 pub use upgrade::UpgradeArgs;
+pub use vm::{Startable, VmCommand};
 pub use watch::*;
 use watch::{EVENTS_HELP, TOP_HELP};
 
 use clap::{Args, Parser, Subcommand};
-use std::convert::Infallible;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use understudy_client::HostUrl;
 use understudy_client::manual::ManualCommand;
 use understudy_client::output::OutputOptions;
 use understudy_daemon::config::DEFAULT_SOCKET;
 use understudy_daemon::custody::SUBCOMMAND;
 use understudy_daemon::keeper::order::Order;
-use understudy_daemon::pki::HOST_DAYS;
 
 const REMOTE: &str = "On another machine";
 
@@ -211,103 +212,6 @@ pub enum Command {
     },
 }
 
-/// Work on VMs.
-#[derive(Debug, Subcommand)]
-pub enum VmCommand {
-    /// Start a VM on this host, unprotected.
-    #[command(after_help = VM_START_HELP)]
-    Start {
-        /// The VM's definition (TOML), or the name of a VM that ran on this host before.
-        #[arg(value_name = "FILE|NAME", value_parser = Startable::parse)]
-        what: Startable,
-        /// Start it on FILE's images, a backup's say, although its newest ones are, or may be, another host's or in
-        /// another place: what the guest acknowledged since is lost.
-        #[arg(long)]
-        force: bool,
-        /// You have made sure that every host that does not answer is off. Without it a host that
-        /// keeps no lease is not taken for dead.
-        #[arg(long, requires = "force")]
-        other_host_is_off: bool,
-    },
-    /// Make a definition of a VM that libvirt, Proxmox or QEMU runs, and say what becomes of each part.
-    #[command(after_help = VM_IMPORT_HELP)]
-    Import(ImportArgs),
-    /// Print a VM's definition as it is on this host (TOML).
-    Show {
-        /// The VM's name.
-        name: String,
-    },
-    /// Put another medium into a VM's CD-ROM drive while it runs, protected or not.
-    #[command(after_help = VM_MEDIUM_HELP)]
-    Medium {
-        /// The VM's name.
-        name: String,
-        /// The drive, by its number among the disks: disk1, for example (`understudy vm show NAME`).
-        #[arg(value_parser = drive)]
-        drive: u16,
-        /// The medium: an image file, or a block device, that every host has at the same place.
-        #[arg(value_name = "FILE", required_unless_present = "eject", conflicts_with = "eject")]
-        file: Option<PathBuf>,
-        /// Take out what is in it, and leave it empty.
-        #[arg(long)]
-        eject: bool,
-        /// Even if the guest has locked the drive, as it does with a medium that is mounted.
-        #[arg(long)]
-        force: bool,
-    },
-    /// Stop a VM: the guest is asked to power off.
-    Stop {
-        /// The VM's name.
-        name: String,
-        /// End it at once, as if its power had been cut.
-        #[arg(long)]
-        force: bool,
-    },
-    /// Take a snapshot of a VM while it runs.
-    Snapshot {
-        /// The VM's name.
-        name: VmName,
-        /// How it is taken.
-        #[command(flatten)]
-        args: SnapshotArgs,
-    },
-    /// Start a VM on this host as it was in a snapshot; it must not be running.
-    Restore {
-        /// The VM's name, and the snapshot: NAME@NUMBER; the last one without.
-        #[arg(value_name = "NAME[@ID]")]
-        which: Which<VmName>,
-        /// How it is restored.
-        #[command(flatten)]
-        args: RestoreArgs,
-    },
-    /// List this host's VMs.
-    List,
-    /// Connect this terminal to a VM's serial console; Ctrl-] leaves.
-    ///
-    /// With piped input, every byte of it goes to the console; after its end,
-    /// the command leaves once the console has been silent for a second.
-    Console {
-        /// The VM's name.
-        name: String,
-    },
-}
-
-/// The thing that `vm start` starts.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Startable {
-    /// The VM of this definition file.
-    File(PathBuf),
-    /// The VM of this name, as the host's record says.
-    Name(String),
-}
-
-impl Startable {
-    fn parse(text: &str) -> Result<Startable, Infallible> {
-        let is_file = text.contains('/') || text.ends_with(".toml") || Path::new(text).is_file();
-        Ok(if is_file { Startable::File(text.into()) } else { Startable::Name(text.to_owned()) })
-    }
-}
-
 /// Work on VMs in lockstep.
 #[derive(Debug, Subcommand)]
 pub enum LockstepCommand {
@@ -319,40 +223,6 @@ pub enum LockstepCommand {
     },
 }
 
-/// Work on certificates.
-#[derive(Debug, Subcommand)]
-pub enum PkiCommand {
-    /// Make a certificate authority: DIR/ca.pem and DIR/ca.key.
-    Init {
-        /// Where it is kept.
-        #[arg(long, value_name = "DIR", default_value = ".")]
-        dir: PathBuf,
-    },
-    /// Issue a certificate for a host, the first or a newer one: NAME.pem and NAME.key.
-    Issue {
-        /// The host's name, as in its configuration and its peers'.
-        name: String,
-        /// Where the authority is kept.
-        #[arg(long, value_name = "DIR", default_value = ".")]
-        dir: PathBuf,
-        /// For how many days it is valid.
-        #[arg(long, value_name = "N", default_value_t = HOST_DAYS, value_parser = clap::value_parser!(u32).range(1..=36500))]
-        days: u32,
-        /// Where both are put [default: beside the authority].
-        #[arg(long, value_name = "DIR")]
-        out: Option<PathBuf>,
-    },
-    /// Revoke certificates: puts them on the list DIR/revoked.pem.
-    Revoke {
-        /// The host's name, for all that were issued for it; or a file that holds the certificate.
-        #[arg(value_name = "NAME|FILE")]
-        which: String,
-        /// Where the authority is kept.
-        #[arg(long, value_name = "DIR", default_value = ".")]
-        dir: PathBuf,
-    },
-}
-
 const LOCKSTEP_VERIFY_HELP: &str = "\
 Run it on the host that the VM runs on. The guest stands still for some
 milliseconds again and again, never for long. Exits with 0 if both are the same,
@@ -361,28 +231,6 @@ is protected anew.
 
 Example:
   understudy lockstep verify db --json";
-
-const PKI_HELP: &str = "\
-Example, for hosts a and b, on any machine that is kept safe:
-
-  understudy pki init
-  understudy pki issue a
-  understudy pki issue b
-
-Each host gets ca.pem and its own two files, and names them in its configuration:
-
-  [tls]
-  ca = \"/etc/understudy/ca.pem\"
-  cert = \"/etc/understudy/a.pem\"
-  key = \"/etc/understudy/a.key\"        # mode 0600
-  revoked = \"/etc/understudy/revoked.pem\"
-
-A certificate is renewed with --out, `understudy pki issue a --out new`, and both
-files put in the place of the old ones. A daemon notices new files by itself. After `understudy pki revoke a`, copy
-revoked.pem to every host.
-
-ca.key belongs on no host: whoever has it can be any host. Nothing that exists
-is overwritten.";
 
 const HOST_HELP: &str = "\
 Example of a configuration:
@@ -426,42 +274,6 @@ which is told, KillMode=process and TimeoutStopSec=180.
 
 All fields: /usr/share/doc/understudy/FILES.md.gz.";
 
-const VM_START_HELP: &str = "\
-Example of a definition:
-
-  name = \"db\"
-  memory = \"512M\"
-  vcpus = 2
-
-  [[disk]]
-  path = \"db.img\"
-  format = \"raw\"
-
-  [[card]]
-  mac = \"52:54:00:12:34:56\"
-  bridge = \"br0\"
-
-The guest boots from its first disk, or a Linux kernel directly with kernel,
-initrd and append. Relative paths count from the definition's folder.
-
-An argument that has a '/', ends in .toml, or is a file that exists is a
-definition. Anything else is the name of a VM that this host has a record of: it
-starts on the images that it ran on last, wherever a take-over or a restore has
-put them (`understudy vm show NAME` prints where).
-
-Its host is gone for good, and there is a backup of its disks: name that in a
-definition, and start it with --force, which waits until a host that may run it
-lets nothing out any more. Never while a host that answers has it.";
-
-const VM_MEDIUM_HELP: &str = "\
-A protected VM stays so: its backup must have the same file at the same place,
-and puts it in, too. Run it on the host that the VM runs on. A drive that was
-defined without a medium has its number behind the disks.
-
-Examples:
-  understudy vm medium db disk1 /srv/iso/drivers.iso
-  understudy vm medium db disk1 --eject";
-
 const RECOVER_HELP: &str = "\
 Asks this host, its peers' daemons and the arbiter for their records, says whose
 images the guest ran on last and why, and starts the VM if they are this host's.
@@ -498,11 +310,6 @@ impl Cli {
             _ => "warn",
         }
     }
-}
-
-fn drive(text: &str) -> Result<u16, String> {
-    let number = text.strip_prefix("disk").unwrap_or(text);
-    number.parse().map_err(|_| "a drive is called like `disk1`, by its number".to_owned())
 }
 
 #[cfg(test)]

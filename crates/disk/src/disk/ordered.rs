@@ -1,6 +1,7 @@
 //! Changes of a disk, one after the other, and who hears of them.
 
-use super::{Disk, Order, WriteSink, fail_in_a_test};
+use super::{Disk, Order, WriteSink};
+use crate::fail_points::fail_in_a_test;
 use crate::image::Space;
 use std::io;
 use std::sync::Arc;

@@ -1,6 +1,8 @@
+use super::vm::VM_START_HELP;
 use super::*;
 use clap::CommandFactory;
 use clap::error::ErrorKind;
+use std::path::Path;
 use understudy_daemon::config::HostConfig;
 use understudy_qemu::VmDefinition;
 

@@ -2,7 +2,8 @@
 //! differs is given up.
 
 use crate::deaths::{await_rounds, unharmed};
-use crate::lockstep::{BUSY, await_divergences, await_repaired, in_lockstep, lockstep};
+use crate::lockstep::{BUSY, await_repaired, in_lockstep, lockstep};
+use crate::lockstep_divergences::await_divergences;
 use crate::stage::{
     Calm, LIMIT, LOAD_PACE, await_degraded, await_service, fail_at, options, play, play_protected,
     prove_survival, refusal, repairing_daemon,

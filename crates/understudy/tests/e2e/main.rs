@@ -21,6 +21,7 @@
 //! | [`kept_deaths`] | daemons that die again and again beside them |
 //! | [`kept_orders`] | what is said to one out of order |
 //! | [`replaced_keepers`] | keepers that are replaced while their guests run |
+//! | [`staying_keepers`] | keepers that are not, since that would lose something |
 //! | [`limits`]  | what one QEMU may use of its host |
 //! | [`upgrade`] | hosts of two versions |
 //! | [`import`] | guests that libvirt has defined |
@@ -45,6 +46,7 @@
 //! | [`fencing`] | partitions, and an arbiter that cannot be reached |
 //! | [`late_renewals`] | requests to etcd that are carried out long after they were asked |
 //! | [`lease`]   | a sole owner without its arbiter, and `recover --force` beside a host that sleeps |
+//! | [`forced_restores`] | the same of restores by force |
 //! | [`repair`]  | redundancy that restores itself, on three hosts |
 //! | [`recover`] | all hosts are lost: which images are valid |
 //! | [`panics`]  | a panic in what one VM runs |
@@ -54,6 +56,7 @@
 //! | [`disk_reads`] | reads that travel with the log of lockstep |
 //! | [`distance`]| a backup far away |
 //! | [`lockstep`] | the same failures of a VM in lockstep |
+//! | [`lockstep_divergences`] | backups in lockstep that do otherwise than their primaries |
 //! | [`comparison`] | both machines of a VM in lockstep compared while they run |
 //! | [`service`] | what a service manager is told of a daemon's life |
 //! | [`setup`]   | hosts that are set up by `init`, `invite` and `join` |
@@ -66,6 +69,7 @@
 //! | [`plain`]   | a guest without the product beside a guest with it |
 //! | [`colo`]    | QEMU's own fault tolerance, or why it does not run |
 //! | [`refusals`]| bad input |
+//! | [`forged_offers`] | offers that do not fit, and noise |
 //! | [`doctor`]  | `understudy doctor`, which asks peers and arbiter |
 //! | [`room`]    | a backup whose file system is too small |
 //! | [`lockstep_refusals`] | what lockstep is not proven for |
@@ -116,6 +120,8 @@ mod doctor;
 mod events;
 mod fencing;
 mod firmware;
+mod forced_restores;
+mod forged_offers;
 mod full_disks;
 mod full_epochs;
 mod gate;
@@ -140,6 +146,7 @@ mod lease;
 mod ledger;
 mod limits;
 mod lockstep;
+mod lockstep_divergences;
 mod lockstep_refusals;
 mod machines;
 mod medium;
@@ -169,6 +176,7 @@ mod sick_hosts;
 mod snapshot;
 mod stage;
 mod stalls;
+mod staying_keepers;
 mod succession;
 mod switching;
 mod sync;

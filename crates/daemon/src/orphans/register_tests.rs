@@ -1,4 +1,6 @@
+use super::super::AGAIN;
 use super::*;
+use std::time::Duration;
 use understudy_protocol::literal;
 
 // Before, a daemon that was to end waited for the store, or the arbiter, of such a guest without bound, and handed over
