@@ -47,7 +47,7 @@ impl Session {
         if core.phase().has_lost() || matches!(core.phase(), PrimaryPhase::Alone(_)) {
             return Ok(Step::End);
         }
-        if self.turning.lock().may_begin(&core, &self.way()) {
+        if self.is_turn_due(&core) {
             return Ok(Step::Turn);
         }
         let mut rendezvous = self.group.rendezvous();
