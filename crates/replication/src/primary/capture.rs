@@ -302,7 +302,8 @@ impl<'a> Capturer<'a> {
             pages: self.last_pages,
             carried: carried.saturating_sub(std::mem::replace(&mut self.carried_bytes, carried)),
         };
-        self.session.group.rendezvous().resumed(checkpoint, &self.session.policy);
+        let policy = &self.session.policy;
+        self.session.group.meeting(|rendezvous| rendezvous.resumed(checkpoint, policy));
         self.session.group.ring_others();
         Ok(())
     }
