@@ -12,7 +12,6 @@ use crate::clock;
 use crate::lockstep::primary::Followed;
 use crate::messages::{Piece, device_state};
 use crate::moments::{pass, stand_still, strike};
-use anyhow::Context;
 use std::sync::Arc;
 use std::time::Duration;
 use tracing::warn;
@@ -61,9 +60,8 @@ pub fn run(session: &Arc<Session>) -> anyhow::Result<()> {
     let mut begin = Begin::Synchronisation;
     loop {
         let machine = session.machine();
-        let mut tracker = machine.tracker()?;
-        let tracker = tracker.as_mut().context("the tracker was attached")?;
-        let mut capturer = Capturer::new(session, &machine, tracker)?;
+        let mut tracking = machine.track()?;
+        let mut capturer = Capturer::new(session, &machine, tracking.tracker())?;
         match capturer.run(begin)? {
             End::Over => return Ok(()),
             End::Moved(moved) => begin = Begin::Moved(moved),

@@ -51,10 +51,7 @@ impl Capturer<'_> {
     /// The epoch that runs goes on in another machine; gives what the guest has written in it.
     fn move_into(&mut self, next: Next) -> anyhow::Result<DirtySet> {
         let session = self.session;
-        {
-            let mut tracker = next.machine.tracker()?;
-            tracker.as_mut().context("the tracker was attached")?.arm()?;
-        }
+        next.machine.track()?.tracker().arm()?;
         let unlimited = session.pace.lift();
         let (tracker, dirty) = (&mut self.tracker, &mut self.dirty);
         let moved = hand_over(self.machine, &next.machine, || tracker.scan(dirty));
