@@ -5,7 +5,6 @@ mod machine_events;
 use crate::bounded;
 use crate::containment;
 use crate::host::{Host, PEER_TIMEOUT};
-use crate::lease::Tenure;
 use crate::repair::{self, Repairer, Wish};
 use crate::vm::{EndAsked, FencedVm, PrimaryVm, Vm};
 use std::sync::Arc;
@@ -16,7 +15,7 @@ use understudy_arbiter::{Arbiter, Unreachable};
 use understudy_machine::{Machine, Plan};
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
-use understudy_protocol::{Generation, PrimaryPhase};
+use understudy_protocol::{Generation, Lease, PrimaryPhase};
 use understudy_replication::membership::GroupMembers;
 use understudy_replication::records::Record;
 use understudy_report::error::{ErrorKind, HostError};
@@ -115,9 +114,9 @@ impl Host {
         wish: Option<Wish>,
     ) -> Arc<PrimaryVm> {
         let name = machine.definition().name.clone();
-        let (events, tenure) = (self.events.of(&name), Tenure::new(self.config.lease));
+        let (events, lease) = (self.events.of(&name), Lease::new(self.config.lease));
         let repairer = Repairer::new(&name, wish, self.config.repair.enabled);
-        let vm = Arc::new(PrimaryVm::new(machine, generation, repairer, events, tenure));
+        let vm = Arc::new(PrimaryVm::new(machine, generation, repairer, events, lease));
         // A record that cannot be read may name another host.
         let copied = self
             .record(&name)
@@ -355,7 +354,7 @@ impl Host {
 
 /// Refuses what needs a guest that runs if this one stands still until the arbiter answers.
 pub(crate) fn check_goes_on(vm: &PrimaryVm) -> Result<(), HostError> {
-    vm.tenure.standstill().map_or(Ok(()), |reason| Err(stands_still(vm.name(), &reason)))
+    vm.standstill().map_or(Ok(()), |reason| Err(stands_still(vm.name(), &reason)))
 }
 
 /// Refuses what cannot begin while another keeper is about to have the VM.

@@ -12,7 +12,7 @@ use understudy_machine::Machine;
 use understudy_protocol::VmName;
 use understudy_protocol::{Generation, Output, PrimaryPhase};
 use understudy_qemu::{Release, VmDefinition};
-use understudy_replication::lockstep::compare::primary::Refusal;
+use understudy_replication::lockstep::compare::comparer::Refusal;
 use understudy_replication::membership::Membership;
 use understudy_replication::sessions::SessionName;
 use understudy_replication::{primary, resync};

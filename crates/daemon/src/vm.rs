@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use understudy_machine::Machine;
 use understudy_protocol::HostName;
 use understudy_protocol::VmName;
-use understudy_protocol::{Generation, PrimaryPhase};
+use understudy_protocol::{Generation, Lease, LeaseAction, PrimaryPhase};
 use understudy_replication::primary::Stance;
 use understudy_replication::{backup, primary};
 use understudy_report::events::VmEvents;
@@ -38,7 +38,7 @@ pub struct PrimaryVm {
     pub repairer: Repairer,
     /// Lock that is held while protection is set up or ended.
     pub protecting: Mutex<()>,
-    /// Its lease.
+    /// Whether its guest does what its lease says.
     pub(crate) tenure: Tenure,
     /// Whether another host has a copy of it, or had one.
     pub(crate) has_copies: AtomicBool,
@@ -57,6 +57,7 @@ struct PrimaryState {
     /// The restore of a snapshot that it comes from.
     restore: Option<String>,
     generation: Generation,
+    lease: Lease,
     /// The last protection session, also after its end.
     session: Option<Arc<primary::Session>>,
     /// Reason why a VM that should be protected is not; none if nobody asked.
@@ -99,7 +100,7 @@ impl PrimaryVm {
         generation: Generation,
         repairer: Repairer,
         events: VmEvents,
-        tenure: Tenure,
+        lease: Lease,
     ) -> PrimaryVm {
         let name = machine.definition().name.clone();
         let state = PrimaryState {
@@ -107,6 +108,7 @@ impl PrimaryVm {
             takeover: None,
             restore: None,
             generation,
+            lease,
             session: None,
             degraded: None,
             restoring: false,
@@ -119,7 +121,7 @@ impl PrimaryVm {
             events,
             repairer,
             protecting: Mutex::default(),
-            tenure,
+            tenure: Tenure::default(),
             has_copies: AtomicBool::new(false),
             leaves_disk: AtomicBool::new(false),
             is_leaving: AtomicBool::new(false),
@@ -135,6 +137,28 @@ impl PrimaryVm {
     /// The machine that it runs on now.
     pub fn machine(&self) -> Arc<Machine> {
         lock(&self.state).machine.clone()
+    }
+
+    /// Has its lease decide something, and what comes of that carried out on its machine before anything else is
+    /// decided. Nothing may be waited for.
+    pub(crate) fn tend_lease(
+        &self,
+        decide: impl FnOnce(&mut Lease) -> Vec<LeaseAction>,
+        carry_out: impl FnOnce(&Machine, Vec<LeaseAction>),
+    ) {
+        let state = &mut *lock(&self.state);
+        let actions = decide(&mut state.lease);
+        carry_out(&state.machine, actions);
+    }
+
+    /// Looks at its lease.
+    pub(crate) fn lease<T>(&self, look: impl FnOnce(&Lease) -> T) -> T {
+        look(&lock(&self.state).lease)
+    }
+
+    /// Reason why the guest stands still, if its lease has run out.
+    pub(crate) fn standstill(&self) -> Option<String> {
+        self.lease(Lease::standstill)
     }
 
     /// Begins to leave it to the next keeper; false if it is already.
@@ -177,7 +201,9 @@ impl PrimaryVm {
 
     /// Lets the VM go on in this machine.
     pub(crate) fn succeed(&self, next: Arc<Machine>) {
-        lock(&self.state).machine = next;
+        let former = std::mem::replace(&mut lock(&self.state).machine, next);
+        // Not under the lock, which leases need: it may be the last of it.
+        drop(former);
     }
 
     /// Notes that it came to this host by a take-over.
@@ -258,10 +284,12 @@ impl PrimaryVm {
         self.has_copies.store(true, Ordering::Release);
         let restoring = self.is_degraded();
         let mut state = lock(&self.state);
-        state.session = Some(session);
+        let former = state.session.replace(session);
         state.degraded = None;
         state.restoring = restoring;
         state.former_wish = None;
+        drop(state);
+        drop(former);
     }
 
     /// Whether the VM should be protected and is not.
@@ -330,10 +358,10 @@ impl PrimaryVm {
     fn status(&self) -> VmStatus {
         let machine = self.machine();
         let mut status = machine_status(&machine, Role::Primary, machine.is_alive());
-        status.lease_over = self.tenure.standstill();
-        status.live &= status.lease_over.is_none();
         status.events = self.events.sentences();
-        if let Some(session) = self.describe(&mut status) {
+        let session = self.describe(&mut status);
+        status.live &= status.lease_over.is_none();
+        if let Some(session) = session {
             describe_session(&mut status, &session);
         }
         status.restoring &= matches!(status.protection, Protection::Syncing { .. });
@@ -352,6 +380,7 @@ impl PrimaryVm {
         // A fail point, for whoever takes the same locks in another order.
         fail::fail_point!("status");
         status.generation = state.generation;
+        status.lease_over = state.lease.standstill();
         status.takeover = state.takeover;
         let former = state.former_wish.as_ref();
         status.former_backup = former.map(|wish| wish.request.to.clone());

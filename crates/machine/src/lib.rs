@@ -47,3 +47,4 @@ pub use launch::Plan;
 pub use machine::{Machine, MachineEvent, OnEvent};
 pub use medium::Medium;
 pub use tracking::{LogTracker, Tracker, main_memory};
+pub use watching::Tracking;

@@ -2,26 +2,26 @@
 
 use crate::Machine;
 use crate::tracking::{LogTracker, Tracker};
-use anyhow::bail;
+use anyhow::{bail, ensure};
 use std::sync::Arc;
+use std::thread;
 use tracing::{info, warn};
 use understudy_memory::{CaptureRequest, Cut, DirtySet, DirtyTracker, Guard, Reprotect, Sample};
 use understudy_protocol::PageIndex;
 use understudy_qemu::Accelerator;
-use understudy_threads::{Mutex, MutexGuard, lock};
+use understudy_threads::{MutexGuard, Waitable};
 
-/// The watcher of one machine's memory now.
+/// The watcher of one machine's memory now. Who waits is woken when the tracker is given back.
 #[derive(Default)]
-pub(crate) struct Watching {
-    /// Tracker, locked by whoever protects the VM, all the time; taken before the other.
-    tracker: Mutex<Option<Tracker>>,
-    for_snapshots: Mutex<ForSnapshots>,
-}
+pub(crate) struct Watching(Waitable<State>);
 
-/// The watchers for snapshots, in place of the tracker. The sample is a part of the guard, and
+/// The tracker, and in its place the watchers for snapshots. The sample is a part of the guard, and
 /// dropped before it.
 #[derive(Default)]
-struct ForSnapshots {
+struct State {
+    /// Whether somebody protects the VM, who has the tracker.
+    is_protected: bool,
+    tracker: Option<Tracker>,
     /// Pages that are watched in normal running.
     sample: Option<Sample>,
     guard: Option<Arc<Guard>>,
@@ -29,24 +29,63 @@ struct ForSnapshots {
     auxiliary: Option<DirtyTracker>,
 }
 
-impl ForSnapshots {
+impl State {
     fn drop_guard(&mut self) {
         self.sample = None;
         self.guard = None;
     }
+
+    fn drop_all(&mut self) {
+        self.drop_guard();
+        (self.tracker, self.auxiliary) = (None, None);
+    }
+}
+
+/// The tracker of a VM that is protected; given back when dropped.
+pub struct Tracking<'a> {
+    watching: &'a Watching,
+    tracker: Option<Tracker>,
+}
+
+impl Tracking<'_> {
+    /// The tracker.
+    pub fn tracker(&mut self) -> &mut Tracker {
+        self.tracker.as_mut().expect("there is one from the beginning to the end")
+    }
+}
+
+impl Drop for Tracking<'_> {
+    fn drop(&mut self) {
+        // What a panic has left half done nobody goes on with.
+        let tracker = self.tracker.take().filter(|_| !thread::panicking());
+        self.watching.0.change(|state| {
+            state.is_protected = false;
+            state.tracker = tracker;
+        });
+    }
 }
 
 impl Machine {
-    /// The dirty tracker, attached at its first use; one user at a time.
-    pub fn tracker(&self) -> anyhow::Result<MutexGuard<'_, Option<Tracker>>> {
-        let mut tracker = lock(&self.watching.tracker);
+    /// Has its writes tracked for whoever protects it; one at a time, the next waits. The tracker is attached at its
+    /// first use.
+    pub fn track(&self) -> anyhow::Result<Tracking<'_>> {
+        let mut state = self.unwatched();
+        let tracker = state.tracker.take();
         // What changed since the last snapshot is known no more: the next one saves all.
-        self.drop_guard();
-        self.forget_auxiliary();
-        if tracker.is_none() {
-            *tracker = Some(self.new_tracker()?);
+        state.drop_all();
+        state.is_protected = true;
+        drop(state);
+        let mut tracking = Tracking { watching: &self.watching, tracker };
+        if tracking.tracker.is_none() {
+            tracking.tracker = Some(self.new_tracker()?);
         }
-        Ok(tracker)
+        Ok(tracking)
+    }
+
+    /// The watchers, once nobody protects it.
+    fn unwatched(&self) -> MutexGuard<'_, State> {
+        let watching = &self.watching.0;
+        watching.wait_while(watching.lock(), |state| state.is_protected)
     }
 
     fn new_tracker(&self) -> anyhow::Result<Tracker> {
@@ -82,10 +121,9 @@ impl Machine {
 
     /// The guard of main memory, attached at its first use; not while the VM is protected, since
     /// memory is watched in one way at a time.
-    fn guard(&self) -> anyhow::Result<(MutexGuard<'_, ForSnapshots>, Arc<Guard>)> {
-        let mut tracker = self.unprotected()?;
-        *tracker = None;
-        let mut watching = self.for_snapshots();
+    fn guard(&self) -> anyhow::Result<(MutexGuard<'_, State>, Arc<Guard>)> {
+        let mut watching = self.unprotected()?;
+        watching.tracker = None;
         if let Some(guard) = watching.guard.clone() {
             return Ok((watching, guard));
         }
@@ -98,19 +136,19 @@ impl Machine {
     /// Has writes to all blocks but main memory seen by [`Machine::scan_auxiliary`] from now on.
     pub fn track_auxiliary(&self) -> anyhow::Result<()> {
         // Until it is there, protection cannot begin.
-        let mut tracker = self.unprotected()?;
-        *tracker = None;
+        let mut watching = self.unprotected()?;
+        watching.tracker = None;
         let uffd = self.agent.userfaultfd().clone();
         let (pid, blocks) = (self.agent.pid(), &self.blocks()[1..]);
         let mut auxiliary = DirtyTracker::attach(pid, uffd, blocks, self.reprotect())?;
         auxiliary.arm()?;
-        self.for_snapshots().auxiliary = Some(auxiliary);
+        watching.auxiliary = Some(auxiliary);
         Ok(())
     }
 
     /// Adds what was written to them since.
     pub fn scan_auxiliary(&self, dirty: &mut DirtySet) -> anyhow::Result<()> {
-        match &mut self.for_snapshots().auxiliary {
+        match &mut self.watching().auxiliary {
             Some(auxiliary) => Ok(auxiliary.scan(dirty)?),
             None => bail!("protection of {} has begun meanwhile", self.definition().name),
         }
@@ -118,19 +156,18 @@ impl Machine {
 
     /// Writes to them need not be seen any more.
     pub fn forget_auxiliary(&self) {
-        self.for_snapshots().auxiliary = None;
+        self.watching().auxiliary = None;
     }
 
-    /// The lock of its tracker, which whoever protects the VM holds all the time.
-    fn unprotected(&self) -> anyhow::Result<MutexGuard<'_, Option<Tracker>>> {
-        match self.watching.tracker.try_lock() {
-            Ok(tracker) => Ok(tracker),
-            Err(_) => bail!("{} is protected by checkpoints", self.definition().name),
-        }
+    /// The watchers of a VM that nobody protects; nobody begins to while they are locked.
+    fn unprotected(&self) -> anyhow::Result<MutexGuard<'_, State>> {
+        let watching = self.watching();
+        ensure!(!watching.is_protected, "{} is protected by checkpoints", self.definition().name);
+        Ok(watching)
     }
 
-    fn for_snapshots(&self) -> MutexGuard<'_, ForSnapshots> {
-        lock(&self.watching.for_snapshots)
+    fn watching(&self) -> MutexGuard<'_, State> {
+        self.watching.0.lock()
     }
 
     /// Gets ready for a cut of main memory. Sampling ends before: one of them at a time.
@@ -144,7 +181,7 @@ impl Machine {
     /// memory, or a snapshot does: sampling alone is no reason to have the guest wait at its
     /// writes.
     pub fn begin_sample(&self, pages: &[PageIndex]) -> bool {
-        let mut watching = self.for_snapshots();
+        let mut watching = self.watching();
         let Some(guard) = watching.guard.clone() else { return false };
         watching.sample = guard.sample(pages).ok();
         watching.sample.is_some()
@@ -152,7 +189,7 @@ impl Machine {
 
     /// The watched pages that were accessed; none if something else has ended the watch.
     pub fn end_sample(&self) -> Option<Vec<PageIndex>> {
-        self.for_snapshots().sample.take().map(Sample::end)
+        self.watching().sample.take().map(Sample::end)
     }
 
     /// Watches all pages of main memory; [`Machine::drop_guard`] afterwards. Its guest waits at the
@@ -166,13 +203,11 @@ impl Machine {
     /// Lets go of all memory: accesses that somebody else does not see would wait for this process, which ends. The VM
     /// is neither protected nor snapshotted.
     pub(crate) fn stop_watching(&self) {
-        *lock(&self.watching.tracker) = None;
-        self.drop_guard();
-        self.forget_auxiliary();
+        self.unwatched().drop_all();
     }
 
     /// Lets go of main memory, once nobody has the guard any more.
     pub fn drop_guard(&self) {
-        self.for_snapshots().drop_guard();
+        self.watching().drop_guard();
     }
 }

@@ -33,7 +33,6 @@ use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{Lease, LeaseAction, Stake, Stillness, Time, VmName};
 use understudy_report::events::EventKind;
 use understudy_session::primary::Event;
-use understudy_threads::{Mutex, lock};
 use watchdog::Petter;
 
 /// Time between two looks.
@@ -44,10 +43,9 @@ const AGAIN: Duration = Duration::from_secs(1);
 /// A VM that is to be tended at the arbiter.
 type Errands = Sender<tending::Errand>;
 
-/// The lease of one VM that runs here. Its lock and that of the VM's state are never held together:
-/// `status` and a renewal would wait for each other.
+/// What has been made of the lease of one VM that runs here.
+#[derive(Default)]
 pub(crate) struct Tenure {
-    lease: Mutex<Lease>,
     /// Whether the log knows of one.
     told: AtomicBool,
     /// Whether the guest stands still, or goes on, as the lease says.
@@ -55,15 +53,6 @@ pub(crate) struct Tenure {
 }
 
 impl Tenure {
-    /// None yet.
-    pub fn new(length: Duration) -> Tenure {
-        Tenure {
-            lease: Mutex::new(Lease::new(length)),
-            told: AtomicBool::new(false),
-            settling: Settling::default(),
-        }
-    }
-
     fn tell(&self, vm: &VmName, is_held: bool) {
         if self.told.swap(is_held, Ordering::AcqRel) != is_held {
             match is_held {
@@ -71,16 +60,6 @@ impl Tenure {
                 false => info!(%vm, "no lease of it any more"),
             }
         }
-    }
-
-    /// Time for which one holds.
-    fn length(&self) -> Duration {
-        lock(&self.lease).length()
-    }
-
-    /// Reason why the guest stands still, if its lease has run out.
-    pub fn standstill(&self) -> Option<String> {
-        lock(&self.lease).standstill()
     }
 }
 
@@ -118,10 +97,10 @@ fn keep(host: &Weak<Host>, errands: &Errands, mut watchdog: Petter) {
 impl Host {
     fn look_at_lease(self: &Arc<Self>, vm: &Arc<PrimaryVm>, now: Time, errands: &Errands) {
         let stake = self.stake(vm);
-        let mut lease = lock(&vm.tenure.lease);
-        let actions = lease.tick(now, stake);
-        self.carry_out(vm, &lease, actions, Some(errands));
-        drop(lease);
+        vm.tend_lease(
+            |lease| lease.tick(now, stake),
+            |machine, actions| self.carry_out(vm, machine, actions, Some(errands)),
+        );
         if vm.tenure.settling.begin_again() {
             self.settle_in_thread(vm);
         }
@@ -131,17 +110,19 @@ impl Host {
     /// leaves them. `clocks_too`: only others can tell.
     fn stood_still(self: &Arc<Self>, still: Duration, clocks_too: bool) {
         for vm in self.primaries() {
-            let mut lease = lock(&vm.tenure.lease);
-            if clocks_too || still > lease.longest_still() {
-                let actions = lease.stood_still(boot_time());
-                self.carry_out(&vm, &lease, actions, None);
-            }
+            vm.tend_lease(
+                |lease| match clocks_too || still > lease.longest_still() {
+                    true => lease.stood_still(boot_time()),
+                    false => Vec::new(),
+                },
+                |machine, actions| self.carry_out(&vm, machine, actions, None),
+            );
         }
         self.events.record(EventKind::StoodStill { seconds: still.as_secs_f64(), clocks_too });
     }
 
     fn keeps_leases(&self) -> bool {
-        self.primaries().iter().any(|vm| lock(&vm.tenure.lease).is_held())
+        self.primaries().iter().any(|vm| vm.lease(Lease::is_held))
     }
 
     fn stake(&self, vm: &PrimaryVm) -> Stake {
@@ -152,19 +133,19 @@ impl Host {
         Stake::of(guards, vm.has_copies.load(Ordering::Acquire))
     }
 
-    /// Carries out actions under the lease's lock, so that the order of actions is that of
-    /// decisions. Nothing here waits for QEMU or the arbiter.
+    /// Carries out actions on the VM's machine, under its lock. Nothing here waits for QEMU or the arbiter, nor asks the
+    /// VM for anything.
     fn carry_out(
         self: &Arc<Self>,
         vm: &Arc<PrimaryVm>,
-        _lease: &Lease,
+        machine: &Machine,
         actions: Vec<LeaseAction>,
         errands: Option<&Errands>,
     ) {
         for action in actions {
             match action {
                 LeaseAction::Limit(until) => {
-                    for port in vm.machine().ports() {
+                    for port in machine.ports() {
                         port.limit_output(until);
                     }
                 }
@@ -228,7 +209,7 @@ impl Host {
 /// Has the guest stand still, or go on, as the lease says by now.
 fn settle(vm: &PrimaryVm) {
     while vm.tenure.settling.goes_on() {
-        let stands = vm.tenure.standstill().is_some();
+        let stands = vm.standstill().is_some();
         let machine = vm.machine();
         let settled = match stands {
             true => machine.hold(),

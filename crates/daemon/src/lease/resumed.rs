@@ -8,9 +8,8 @@ use std::sync::Arc;
 use understudy_arbiter::Arbiter;
 use understudy_network::boot_time;
 use understudy_protocol::{
-    Generation, HostName, LeaseAction, LeaseAnswer, LeaseErrand, Ownership, Renewal, VmName,
+    Generation, HostName, Lease, LeaseAction, LeaseAnswer, LeaseErrand, Ownership, Renewal, VmName,
 };
-use understudy_threads::lock;
 
 impl Host {
     /// Whether this host still owns a VM at this generation.
@@ -23,21 +22,23 @@ impl Host {
     pub(crate) fn resume_lease(self: &Arc<Self>, vm: &Arc<PrimaryVm>) -> LeaseAnswer {
         // The lease counts from before the first word to the arbiter.
         let (asked, stake) = (boot_time(), self.stake(vm));
-        let is_due = {
-            let mut lease = lock(&vm.tenure.lease);
-            let actions = lease.tick(asked, stake);
-            let is_due = actions.contains(&LeaseAction::Ask(LeaseErrand::Renew));
-            self.carry_out(vm, &lease, actions, None);
-            is_due
-        };
-        let renewal = renewal(self, vm.tenure.length(), asked);
+        let mut is_due = false;
+        vm.tend_lease(
+            |lease| lease.tick(asked, stake),
+            |machine, actions| {
+                is_due = actions.contains(&LeaseAction::Ask(LeaseErrand::Renew));
+                self.carry_out(vm, machine, actions, None);
+            },
+        );
+        let renewal = renewal(self, vm.lease(Lease::length), asked);
         let errand = if is_due { LeaseErrand::Renew } else { LeaseErrand::Withdraw };
         let (name, generation) = (vm.name(), vm.generation());
         let answer = tend(self.arbiter.as_ref(), (name, generation), errand, &renewal);
         if is_due && answer == LeaseAnswer::Own {
-            let mut lease = lock(&vm.tenure.lease);
-            let actions = lease.answered(boot_time(), asked, answer.clone());
-            self.carry_out(vm, &lease, actions, None);
+            vm.tend_lease(
+                |lease| lease.answered(boot_time(), asked, answer.clone()),
+                |machine, actions| self.carry_out(vm, machine, actions, None),
+            );
         }
         answer
     }

@@ -7,8 +7,7 @@ use crossbeam_channel::Receiver;
 use std::sync::Weak;
 use std::time::Duration;
 use understudy_network::boot_time;
-use understudy_protocol::{LeaseAnswer, LeaseErrand, Renewal, Time};
-use understudy_threads::lock;
+use understudy_protocol::{Lease, LeaseAnswer, LeaseErrand, Renewal, Time};
 
 /// Renewal that is written at this moment.
 pub(super) fn renewal(host: &Host, length: Duration, asked: Time) -> Renewal {
@@ -26,7 +25,7 @@ pub(super) fn run(host: &Weak<Host>, errands: &Receiver<Errand>) {
     for (vm, errand) in errands {
         let Some(host) = host.upgrade() else { return };
         let (Some(vm), Some(arbiter)) = (vm.upgrade(), host.arbiter.clone()) else { continue };
-        let (length, generation) = (vm.tenure.length(), vm.generation());
+        let (length, generation) = (vm.lease(Lease::length), vm.generation());
         // The lease counts from before the first word to the arbiter.
         let asked = boot_time();
         let renewal = renewal(&host, length, asked);
@@ -41,8 +40,9 @@ pub(super) fn run(host: &Weak<Host>, errands: &Receiver<Errand>) {
         let answer = answer.beside_contest(contests || vm.generation() != generation);
         let partners = vm.deciding_peer().map(|peer| [peer, host.config.name.clone()]);
         let answer = answer.beside_session(partners.as_ref().map_or(&[], |hosts| hosts));
-        let mut lease = lock(&vm.tenure.lease);
-        let actions = lease.answered(boot_time(), asked, answer);
-        host.carry_out(&vm, &lease, actions, None);
+        vm.tend_lease(
+            |lease| lease.answered(boot_time(), asked, answer),
+            |machine, actions| host.carry_out(&vm, machine, actions, None),
+        );
     }
 }

@@ -8,7 +8,7 @@ mod batches;
 
 pub use batches::Batches;
 
-use super::compare::primary::Comparer;
+use super::compare::comparer::Comparer;
 use super::reads::{self, ReadTrail};
 use super::writes::Writes;
 use super::{Rate, be_urgent};

@@ -13,7 +13,6 @@ use crate::clock;
 use crate::lockstep::primary::Followed;
 use crate::messages::{Piece, device_state};
 use crate::moments::{stand_still, strike};
-use anyhow::Context;
 use std::sync::Arc;
 use std::time::Duration;
 use tracing::warn;
@@ -53,9 +52,8 @@ pub fn run(session: &Arc<Session>) -> anyhow::Result<()> {
     let mut begin = Begin::Synchronisation;
     loop {
         let machine = session.machine();
-        let mut tracker = machine.tracker()?;
-        let tracker = tracker.as_mut().context("the tracker was attached")?;
-        let mut capturer = Capturer::new(session, &machine, tracker)?;
+        let mut tracking = machine.track()?;
+        let mut capturer = Capturer::new(session, &machine, tracking.tracker())?;
         match capturer.run(begin)? {
             End::Over => return Ok(()),
             End::Moved(moved) => begin = Begin::Moved(moved),
@@ -229,7 +227,8 @@ impl<'a> Capturer<'a> {
             pages: self.last_pages,
             carried: carried.saturating_sub(std::mem::replace(&mut self.carried_bytes, carried)),
         };
-        self.session.group.rendezvous().resumed(checkpoint, &self.session.policy);
+        let policy = &self.session.policy;
+        self.session.group.meeting(|rendezvous| rendezvous.resumed(checkpoint, policy));
         self.session.group.ring_others();
         Ok(())
     }

@@ -47,15 +47,15 @@ impl Session {
         if core.phase().has_lost() || matches!(core.phase(), PrimaryPhase::Alone(_)) {
             return Ok(Step::End);
         }
-        if self.turning.lock().may_begin(&core, &self.way()) {
+        if self.is_turn_due(&core) {
             return Ok(Step::Turn);
         }
-        let mut rendezvous = self.group.rendezvous();
+        let rendezvous = self.group.rendezvous();
         let step = match rendezvous.announced(core.running()) {
             Some(step) => step,
             None => {
                 let step = self.due(&core, &rendezvous)?;
-                rendezvous.announce(core.running(), step);
+                self.announce(&core, step);
                 self.group.ring_others();
                 step
             }
@@ -69,12 +69,17 @@ impl Session {
     /// Makes a checkpoint due now, unless it cannot be taken or is due already.
     pub fn cut_short(&self) {
         let core = self.group.core();
-        let mut rendezvous = self.group.rendezvous();
+        let rendezvous = self.group.rendezvous();
         let idle = rendezvous.last().is_some() && rendezvous.announced(core.running()).is_none();
         if idle && core.may_capture() {
-            rendezvous.announce(core.running(), GroupStep::Checkpoint);
+            self.announce(&core, GroupStep::Checkpoint);
             self.group.ring_others();
         }
+    }
+
+    fn announce(&self, lead: &Lead, step: GroupStep) {
+        let running = lead.running();
+        self.group.meeting(|rendezvous| rendezvous.announce(running, step));
     }
 
     /// The step that the group is to take now, or the time to wait at most.

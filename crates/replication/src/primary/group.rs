@@ -33,8 +33,15 @@ pub struct Group {
     /// The state machine that decides for all.
     core: Mutex<Lead>,
     stance: Published,
-    rendezvous: Mutex<Rendezvous>,
-    sessions: Mutex<Vec<Weak<Session>>>,
+    /// Not under the core's lock: the pause is not to wait for effects. It comes after that, and is held for no look
+    /// at a member.
+    members: Mutex<Members>,
+}
+
+/// The members that have begun, and how they meet.
+struct Members {
+    sessions: Vec<Weak<Session>>,
+    rendezvous: Rendezvous,
 }
 
 impl Group {
@@ -50,12 +57,12 @@ impl Group {
         let core = Primary::new(membership.leader().generation, bounds.peer, now);
         let core = core.with_epoch_bound(bounds.epoch).with_output(output);
         let lead = Lead::new(core, membership.members.len(), peer.clone(), now);
+        let rendezvous = Rendezvous::new(membership.members.len());
         Arc::new(Group {
-            rendezvous: Mutex::new(Rendezvous::new(membership.members.len())),
             membership,
             stance: Published::new(&lead),
             core: Mutex::new(lead),
-            sessions: Mutex::default(),
+            members: Mutex::new(Members { sessions: Vec::new(), rendezvous }),
         })
     }
 
@@ -95,15 +102,18 @@ impl Group {
                 bail!("the group's protection has ended: {reason}")
             }
             PrimaryPhase::Alone(None) => bail!("the group's protection has ended"),
-            _ => lock(&self.sessions).push(Arc::downgrade(session)),
+            _ => lock(&self.members).sessions.push(Arc::downgrade(session)),
         }
         Ok(())
     }
 
     /// Calls `act` for each member that has begun, in order.
     pub(super) fn each(&self, mut act: impl FnMut(&Session)) {
-        let sessions: Vec<_> = lock(&self.sessions).iter().filter_map(Weak::upgrade).collect();
-        sessions.iter().for_each(|session| act(session));
+        self.begun().iter().for_each(|session| act(session));
+    }
+
+    fn begun(&self) -> Vec<Arc<Session>> {
+        lock(&self.members).sessions.iter().filter_map(Weak::upgrade).collect()
     }
 
     /// The reason why the backup could not take over now, if it could not.
@@ -133,9 +143,14 @@ impl Group {
         self.membership.generation_of(member, leaders)
     }
 
-    /// The rendezvous of the members. Taken after the core's lock.
-    pub(super) fn rendezvous(&self) -> MutexGuard<'_, Rendezvous> {
-        lock(&self.rendezvous)
+    /// Looks at the rendezvous of the members, or changes it; what comes next is announced under the core's lock.
+    pub(super) fn meeting<T>(&self, act: impl FnOnce(&mut Rendezvous) -> T) -> T {
+        act(&mut lock(&self.members).rendezvous)
+    }
+
+    /// The rendezvous as it is at this moment.
+    pub(super) fn rendezvous(&self) -> Rendezvous {
+        self.meeting(|rendezvous| rendezvous.clone())
     }
 
     /// The headway of the data of all members.
@@ -151,19 +166,20 @@ impl Group {
     /// Waits until every member has come this far. The last one to come does
     /// `act` first.
     pub(super) fn meet(&self, session: &Session, act: impl FnOnce()) -> anyhow::Result<()> {
-        let arrival = self.rendezvous().arrive();
+        let arrival = self.meeting(Rendezvous::arrive);
         let Arrival::Wait(gate) = arrival else {
             act();
-            self.rendezvous().open();
+            self.meeting(Rendezvous::open);
             self.ring_others();
             return Ok(());
         };
         loop {
             let seen = session.machine().doorbell().count();
-            if self.rendezvous().is_open(gate) {
+            let rendezvous = self.rendezvous();
+            if rendezvous.is_open(gate) {
                 return Ok(());
             }
-            ensure!(!self.rendezvous().is_broken(), "another member of the group cannot take any");
+            ensure!(!rendezvous.is_broken(), "another member of the group cannot take any");
             ensure!(!session.is_over(), "protection has ended");
             session.machine().doorbell().wait(seen, LONGEST_WAIT);
         }
@@ -171,7 +187,7 @@ impl Group {
 
     /// A member takes no checkpoints any more. Returns whether it is the first.
     pub(super) fn break_up(&self) -> bool {
-        let first = self.rendezvous().break_up();
+        let first = self.meeting(Rendezvous::break_up);
         self.ring();
         first
     }
@@ -252,8 +268,7 @@ impl Group {
 
     /// Connects the members, who hear each other without waiting from the first cut on.
     fn connect_members(&self) {
-        let sessions: Vec<_> = lock(&self.sessions).iter().filter_map(Weak::upgrade).collect();
-        let machines: Vec<_> = sessions.iter().map(|session| session.machine()).collect();
+        let machines: Vec<_> = self.begun().iter().map(|session| session.machine()).collect();
         Switch::connect(machines.iter().flat_map(|machine| machine.ports()).map(|port| &**port));
     }
 

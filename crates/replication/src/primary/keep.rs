@@ -11,7 +11,6 @@ use tracing::debug;
 use understudy_cluster::messages::{KeepOrder, Kept};
 use understudy_protocol::{Epoch, GroupName};
 use understudy_snapshot::SnapshotNumber;
-use understudy_threads::lock;
 
 /// Time for which a checkpoint is waited for: a backup that acknowledges nothing is given up
 /// before.
@@ -59,15 +58,12 @@ impl Keeping {
     }
 
     /// The backup says what became of an image. One of a snapshot that was given up comes too late, and
-    /// is none of the next one's.
-    fn kept(&self, kept: Kept) {
-        match &self.waiting {
-            Some(waiting) if waiting.is_for(&kept.group, kept.number) => {
-                // One answer is waited for.
-                let _ = waiting.answer.try_send(kept);
-            }
-            _ => debug!("the backup's image for snapshot {} comes too late", kept.number),
-        }
+    /// is none of the next one's: whether it was waited for.
+    fn kept(&self, kept: Kept) -> bool {
+        let waiting = self.waiting.as_ref();
+        let waiting = waiting.filter(|waiting| waiting.is_for(&kept.group, kept.number));
+        // One answer is waited for.
+        waiting.map(|waiting| waiting.answer.try_send(kept)).is_some()
     }
 
     /// Notes that nobody waits for this snapshot any more.
@@ -99,12 +95,12 @@ impl Closing {
 impl Session {
     /// Whether a checkpoint is wanted, however little there is to commit.
     pub(super) fn is_keep_wanted(&self) -> bool {
-        lock(&self.awaited).keeping.wanted.is_some()
+        self.present.lock().awaited.keeping.wanted.is_some()
     }
 
     /// The guest stands still at the end of an epoch: is it to be kept?
     pub(super) fn keep_in_pause(&self) -> Option<Closing> {
-        let wanted = lock(&self.awaited).keeping.wanted.take();
+        let wanted = self.present.lock().awaited.keeping.wanted.take();
         let Request { order, in_pause, closed } = wanted?;
         match in_pause() {
             Ok(()) => Some(Closing { order, closed }),
@@ -128,7 +124,7 @@ impl Session {
         in_pause: InPause,
     ) -> anyhow::Result<Receiver<Kept>> {
         let (asked, told, answers) = Keeping::of(order, in_pause);
-        let former = mem::replace(&mut lock(&self.awaited).keeping, asked);
+        let former = mem::replace(&mut self.present.lock().awaited.keeping, asked);
         drop(former);
         self.group.ring();
         let deadline = Instant::now() + PATIENCE;
@@ -141,7 +137,8 @@ impl Session {
                 Err(RecvTimeoutError::Timeout) => {}
             }
             if self.is_over() || Instant::now() > deadline {
-                lock(&self.awaited).keeping.wanted = None;
+                let wanted = self.present.lock().awaited.keeping.wanted.take();
+                drop(wanted);
                 let peer = &self.peer;
                 bail!("no checkpoint was taken: host {peer} does not acknowledge, or is gone");
             }
@@ -150,12 +147,16 @@ impl Session {
 
     /// The backup says what became of an image.
     pub(super) fn kept(&self, kept: Kept) {
-        lock(&self.awaited).keeping.kept(kept);
+        let number = kept.number;
+        let was_awaited = self.present.lock().awaited.keeping.kept(kept);
+        if !was_awaited {
+            debug!("the backup's image for snapshot {number} comes too late");
+        }
     }
 
     /// The snapshot was given up.
     pub fn let_go(&self, group: &GroupName, number: SnapshotNumber) {
-        lock(&self.awaited).keeping.let_go(group, number);
+        self.present.lock().awaited.keeping.let_go(group, number);
         // If it cannot be sent, the backup has nothing to keep any more.
         let _ = self.say(&ToBackup::LetGo(number));
     }

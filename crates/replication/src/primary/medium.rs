@@ -9,7 +9,6 @@ use anyhow::bail;
 use crossbeam_channel::RecvTimeoutError;
 use std::time::{Duration, Instant};
 use understudy_protocol::{HostName, PrimaryPhase};
-use understudy_threads::lock;
 
 /// Time that a backup may take to read a medium: a DVD from a slow disk.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(300);
@@ -23,7 +22,7 @@ const LOOK: Duration = Duration::from_millis(50);
 impl Session {
     /// The backup says whether it has a medium.
     pub(super) fn medium_answered(&self, answer: MediumAnswer) {
-        lock(&self.awaited).medium.answered(answer);
+        self.present.lock().awaited.medium.answered(answer);
     }
 
     /// Changes a medium on both hosts. Returns when the backup has it, or protection has ended; one
@@ -61,7 +60,7 @@ impl Session {
     }
 
     fn ask_for_medium(&self, medium: &Medium) -> anyhow::Result<()> {
-        let Some(answers) = lock(&self.awaited).medium.ask() else {
+        let Some(answers) = self.present.lock().awaited.medium.ask() else {
             let why = format!(
                 "host {} has not answered yet whether it has the medium that it was asked for before: try again in a while",
                 self.peer

@@ -4,6 +4,7 @@ use super::references::References;
 use super::send::Outgoing;
 use super::session::Session;
 use crate::lockstep::reads;
+use crate::lockstep::writes::Counts;
 use crate::messages::{Piece, ToBackup};
 use crate::resync::Basis;
 use crate::sessions::Sessions;
@@ -171,6 +172,7 @@ fn rounds(session: &Session) -> anyhow::Result<()> {
     let (mut joined, mut told) = (false, (Epoch(0), None));
     // The epoch at whose end all that was set aside had gone to the backup.
     let mut closing = Epoch(0);
+    let mut counts = Counts::default();
     loop {
         thread::sleep(ROUND_INTERVAL);
         if session.is_over() {
@@ -198,8 +200,9 @@ fn rounds(session: &Session) -> anyhow::Result<()> {
             joined = true;
         }
         if let Some(recording) = session.recording() {
-            recording.writes.strike_off(&machine, *rounds)?;
-            let written = (recording.machine(), recording.writes.now(&machine));
+            counts.hear(recording.machine(), &recording.writes);
+            counts.strike_off(&machine, *rounds)?;
+            let written = (recording.machine(), counts.now(&machine));
             if let (_, Some(counts)) = &written
                 && written != told
             {

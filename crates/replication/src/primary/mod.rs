@@ -199,7 +199,6 @@ pub fn protect(
         records: plan.records,
         settled: AtomicU64::new(0),
         console,
-        turning: Waitable::default(),
         rounds: Mutex::new(Rounds::of_new_session()),
         references: references(&plan.encoding, plan.mode),
         policy: plan.policy,
@@ -216,7 +215,6 @@ pub fn protect(
         data,
         heartbeats: Heartbeats::new()?,
         work: headway::Work::default(),
-        awaited: Mutex::default(),
         paths,
         place,
         diverged: AtomicBool::new(false),
@@ -226,7 +224,7 @@ pub fn protect(
         tell_sick: plan.tell_sick,
         contests,
         group,
-        present: Mutex::new(Present::new(Watch::new(&machine)?, machine, recording)),
+        present: Waitable::new(Present::new(Watch::new(&machine)?, machine, recording)),
     });
     session.group.join(&session)?;
     if session.recording().is_some() {

@@ -9,12 +9,11 @@ use std::sync::Arc;
 use understudy_protocol::Epoch;
 use understudy_report::{DiskReads, Mode};
 use understudy_session::primary::Way;
-use understudy_threads::lock;
 
 impl Session {
     /// Its log, in lockstep.
     pub fn recording(&self) -> Option<Arc<Recording>> {
-        lock(&self.present).recording.clone()
+        self.present.lock().recording.clone()
     }
 
     /// The mode in which the backup keeps up.
@@ -27,7 +26,7 @@ impl Session {
 
     /// The way in which the backup keeps up.
     pub fn way(&self) -> Way {
-        lock(&self.present).way
+        self.present.lock().way
     }
 
     /// The epoch since which the backup keeps up as it does.
@@ -44,7 +43,7 @@ impl Session {
     /// A turn is captured: it is the last epoch that was closed as a checkpoint.
     pub(super) fn turn_captured(&self) {
         let epoch = self.turned();
-        self.turning.change(|turning| turning.captured(clock::now(), epoch));
+        self.present.change(|present| present.turning.captured(clock::now(), epoch));
     }
 
     /// The log begins with the pause at the end of the epoch that runs, which is the next thing
@@ -57,7 +56,7 @@ impl Session {
         let mut core = self.group.core();
         let recording = Recording::new(&self.machine(), disk_reads, core.running());
         let recording = Arc::new(recording);
-        let mut present = lock(&self.present);
+        let mut present = self.present.lock();
         present.way.begin_log(&mut core, PIPELINE);
         present.recording = Some(recording.clone());
         recording
@@ -66,7 +65,7 @@ impl Session {
     /// The log has ended with the last epoch that was closed, a checkpoint; others follow.
     pub(super) fn end_log(&self) {
         let mut core = self.group.core();
-        let mut present = lock(&self.present);
+        let mut present = self.present.lock();
         present.way.end_log(&mut core);
         present.recording = None;
     }

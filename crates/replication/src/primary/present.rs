@@ -1,17 +1,19 @@
 //! The place of a VM on its host, which changes while it is protected.
 
 use super::activity::{Used, Watch};
+use super::awaited::Awaited;
 use super::session::Session;
+use super::turn::Prepared;
 use crate::lockstep::primary::Recording;
 use anyhow::bail;
 use std::sync::Arc;
 use understudy_machine::Machine;
 use understudy_protocol::{Activity, PrimaryPhase};
-use understudy_session::primary::Way;
-use understudy_threads::lock;
+use understudy_session::primary::{Turning, Way};
 
-/// The place of the VM on this host, and how its backup keeps up with it. Changed under the core's
-/// lock.
+/// The place of the VM on this host, how its backup keeps up with it, and what that is asked beside
+/// the epochs. Nobody waits for anything else while he has its lock, which comes after the core's:
+/// under that the machine and the way change.
 pub(super) struct Present {
     /// Another one after a succession.
     pub machine: Arc<Machine>,
@@ -22,6 +24,9 @@ pub(super) struct Present {
     pub recording: Option<Arc<Recording>>,
     /// The way in which the backup keeps up, and since when.
     pub way: Way,
+    /// The change of it, for which somebody waits.
+    pub turning: Turning<Prepared>,
+    pub awaited: Awaited,
 }
 
 impl Present {
@@ -29,20 +34,21 @@ impl Present {
     pub fn new(watch: Watch, machine: Arc<Machine>, recording: Option<Arc<Recording>>) -> Present {
         let resumed = watch.used();
         let way = Way::at_first(recording.is_some());
-        Present { machine, watch: Arc::new(watch), resumed, recording, way }
+        let (turning, awaited) = (Turning::default(), Awaited::default());
+        Present { machine, watch: Arc::new(watch), resumed, recording, way, turning, awaited }
     }
 }
 
 impl Session {
     /// The machine that the VM is on now.
     pub fn machine(&self) -> Arc<Machine> {
-        lock(&self.present).machine.clone()
+        self.present.lock().machine.clone()
     }
 
     /// The activity of the guest.
     pub(super) fn activity(&self) -> Activity {
         let (machine, watch, resumed) = {
-            let present = lock(&self.present);
+            let present = self.present.lock();
             (present.machine.clone(), present.watch.clone(), present.resumed)
         };
         watch.activity(&machine, resumed)
@@ -50,7 +56,7 @@ impl Session {
 
     /// The guest runs again after a pause.
     pub(super) fn note_resumed(&self) {
-        let mut present = lock(&self.present);
+        let mut present = self.present.lock();
         present.resumed = present.watch.used();
     }
 
@@ -61,7 +67,7 @@ impl Session {
         // Under the core's lock: whoever is told to halt the machine halts this one.
         let core = self.group.core();
         {
-            let mut present = lock(&self.present);
+            let mut present = self.present.lock();
             (present.machine, present.resumed) = (next.clone(), watch.used());
             present.watch = Arc::new(watch);
         }

@@ -1,7 +1,6 @@
 //! One VM's protection, seen from the primary: the state machine, what it says is done, and what
 //! the session's threads share.
 
-use super::awaited::Awaited;
 use super::epoch_room::EpochRoom;
 use super::group::Group;
 use super::headway::Work;
@@ -14,7 +13,6 @@ use super::references::References;
 use super::send::{Outbox, Outgoing};
 use super::stance::Stance;
 use super::stats::Stats;
-use super::turn::Prepared;
 use crate::clock;
 use crate::hand_back::AskWinner;
 use crate::heartbeat::{Heartbeats, Pulse};
@@ -45,7 +43,7 @@ use understudy_protocol::{
     VmName,
 };
 use understudy_report::events::{EventKind, VmEvents};
-use understudy_session::primary::{Effect, Event, Lead, Turning};
+use understudy_session::primary::{Effect, Event, Lead};
 use understudy_threads::{Mutex, Waitable, spawn};
 
 /// The longest time that anything waits without looking again.
@@ -63,15 +61,13 @@ pub struct Session {
     pub basis: Basis,
     /// The wire version that is spoken with the backup.
     pub version: WireVersion,
-    pub(super) present: Mutex<Present>,
+    pub(super) present: Waitable<Present>,
     /// The policy of when to checkpoint.
     pub policy: Policy,
     /// The encoding of pages.
     pub encoding: EncodingPlan,
     /// The guest's words on its console, if they wait for their commit, too.
     pub console: Option<Arc<ConsoleOutput>>,
-    /// The change of the way in which the backup keeps up.
-    pub turning: Waitable<Turning<Prepared>>,
     /// The rounds, locked while changes of the disks are forgotten, and while the way changes.
     pub(super) rounds: Mutex<Rounds>,
     /// The measurements.
@@ -99,7 +95,6 @@ pub struct Session {
     pub(super) heartbeats: Heartbeats,
     /// The backup's work on what it has.
     pub(super) work: Work,
-    pub(super) awaited: Mutex<Awaited>,
     pub(super) records: Records,
     /// The last epoch that is on the backup's disks.
     pub(super) settled: AtomicU64,

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use understudy_machine::Machine;
 use understudy_report::{DiskReads, Mode};
-use understudy_session::primary::{Look, NoTurn, TURN_PATIENCE, Turning};
+use understudy_session::primary::{Lead, Look, NoTurn, TURN_PATIENCE};
 
 /// Time between two looks of a waiter whether the session lives.
 const GLANCE: Duration = Duration::from_millis(50);
@@ -52,7 +52,7 @@ impl Session {
         next: impl FnOnce() -> anyhow::Result<Option<Next>>,
     ) -> anyhow::Result<()> {
         let Err(why) = self.try_to_turn(wanted, next) else { return Ok(()) };
-        self.turning.change(Turning::give_up);
+        self.present.change(|present| present.turning.give_up());
         if why.is_called_off() && !self.is_over() {
             // If it cannot be sent the receiving thread finds out why.
             let _ = self.say(&ToBackup::Turn(Order::Cancel));
@@ -70,7 +70,7 @@ impl Session {
         let prepared = self.prepare_here(mode, next);
         let next = prepared.map_err(|error| NoTurn::Failed(format!("{error:#}")))?;
         let prepared = Prepared { mode, disk_reads, next };
-        self.turning.change(|turning| turning.prepared(clock::now(), prepared));
+        self.present.change(|present| present.turning.prepared(clock::now(), prepared));
         self.machine().doorbell().ring();
         self.await_look()
     }
@@ -79,7 +79,7 @@ impl Session {
         let order = ToBackup::Turn(Order::Prepare(Box::new(wanted)));
         {
             let core = self.group.core();
-            self.turning.lock().ask(clock::now(), &core)?;
+            self.present.lock().turning.ask(clock::now(), &core)?;
         }
         self.say(&order).map_err(|error| NoTurn::Failed(error.to_string()))?;
         self.await_look()
@@ -108,18 +108,18 @@ impl Session {
     fn await_look(&self) -> Result<(), NoTurn> {
         loop {
             let core = self.group.core();
-            let mut turning = self.turning.lock();
-            let look = turning.look(clock::now(), &core);
+            let mut present = self.present.lock();
+            let look = present.turning.look(clock::now(), &core);
             drop(core);
             match look {
                 Look::Ready | Look::Committed => return Ok(()),
                 Look::Ended { why, left } => {
                     // Not under the locks: that ends a QEMU.
-                    drop(turning);
+                    drop(present);
                     drop(left);
                     return Err(why);
                 }
-                Look::Wait => drop(self.turning.wait_for(turning, GLANCE)),
+                Look::Wait => drop(self.present.wait_for(present, GLANCE)),
             }
         }
     }
@@ -130,13 +130,18 @@ impl Session {
             Answer::Ready => Ok(()),
             Answer::Refused(why) => Err(why),
         };
-        self.turning.change(|turning| turning.answered(answer));
+        self.present.change(|present| present.turning.answered(answer));
     }
 
     /// Whether the epoch that runs is to end with a turn.
     pub fn may_turn(&self) -> bool {
-        let core = self.group.core();
-        self.turning.lock().may_begin(&core, &self.way())
+        self.is_turn_due(&self.group.core())
+    }
+
+    /// The same for a caller that holds the core's lock.
+    pub(super) fn is_turn_due(&self, core: &Lead) -> bool {
+        let present = self.present.lock();
+        present.turning.may_begin(core, &present.way)
     }
 
     fn worded(&self, why: NoTurn) -> anyhow::Error {

@@ -3,6 +3,7 @@
 //! | | |
 //! |---|---|
 //! | [`primary`] | chooses places and spots, stands still there, judges what the backup found |
+//! | [`comparer`] | what is shared of that by the primary's threads |
 //! | [`backup`] | stops at the place, and compares |
 //!
 //! Which differences count is decided by `understudy_lockstep` ([`Place::is_certain`],
@@ -12,6 +13,7 @@
 //! [`Inquiry`]: understudy_lockstep::Inquiry
 
 pub mod backup;
+pub mod comparer;
 pub mod primary;
 
 use anyhow::Context;

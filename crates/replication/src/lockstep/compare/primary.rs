@@ -5,6 +5,8 @@
 //! place of the comparison is. The place goes to the backup before any log from behind it: the
 //! log's thread takes the message after it has read the log ([`Comparer::take`]), and waits
 //! while one is being made.
+//!
+//! [`Comparer::take`]: super::comparer::Comparer::take
 
 use super::{all_spots, checksum, read, sample, sizes};
 use crate::clock;
@@ -13,20 +15,18 @@ use crate::lockstep::primary::Recording;
 use crate::messages::ToBackup;
 use crate::primary::Session;
 use anyhow::{Context, ensure};
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::BTreeSet;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::{debug, warn};
-use understudy_lockstep::{
-    Comparison, Findings, Inquiry, LogPosition, Place, Reading, Spot, Tally,
-};
+use understudy_lockstep::{Comparison, Inquiry, LogPosition, Place, Reading, Spot, Tally};
 use understudy_machine::Machine;
-use understudy_protocol::{PrimaryPhase, Time};
+use understudy_protocol::PrimaryPhase;
 use understudy_qemu::hold::Hold;
 use understudy_qemu::lockstep::LogChannel;
 use understudy_report::comparison::words;
-use understudy_report::{ComparisonCounts, ComparisonReport, Difference, Part};
-use understudy_threads::{Mutex, Waitable, inherit, lock};
+use understudy_report::{ComparisonReport, Difference, Part};
+use understudy_threads::inherit;
 
 /// The bytes that are read while the guest stands still: some 1 ms.
 const HOLD_BYTES: u64 = 4 << 20;
@@ -52,10 +52,6 @@ pub(super) const MOST_UNANSWERED: usize = 4;
 /// A backup that answers nothing for so long does not compare. It may be far behind.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(60);
 
-/// Time after which a waiter for a comparison gives up if nothing is heard of it, longer than a
-/// backup may answer nothing: a disk of this host may hang that is being read for it.
-const LONGEST_SILENCE: Duration = Duration::from_secs(120);
-
 /// The longest wait without another look.
 const LONGEST_WAIT: Duration = Duration::from_millis(250);
 
@@ -66,122 +62,6 @@ const MOST_LAG: Duration = Duration::from_secs(1);
 const SAMPLE_INTERVAL: Duration = Duration::from_secs(10);
 const SAMPLE_PAGES: usize = 256;
 const SAMPLE_EXTENTS: usize = 4;
-
-/// The state of its comparisons that the threads of a session share.
-#[derive(Debug, Default)]
-pub struct Comparer {
-    state: Waitable<State>,
-    /// Comparisons that the backup is to be told of before log that is read from now on.
-    announced: Mutex<VecDeque<Comparison>>,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    /// True while somebody waits for a whole comparison.
-    wanted: bool,
-    result: Option<Result<ComparisonReport, String>>,
-    findings: VecDeque<Findings>,
-    /// Number of times that the backup has answered.
-    heard: u64,
-    counts: ComparisonCounts,
-    ended_at: Option<Time>,
-    closed: bool,
-}
-
-/// The reason why a whole comparison cannot be asked for, or has no result.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Refusal {
-    /// A comparison is under way.
-    Busy,
-    /// The comparison has no result, for this reason.
-    Failed(String),
-}
-
-impl Comparer {
-    /// Compares all, and waits for the result.
-    pub fn verify(&self) -> Result<ComparisonReport, Refusal> {
-        self.verify_unless_silent(LONGEST_SILENCE)
-    }
-
-    fn verify_unless_silent(&self, longest: Duration) -> Result<ComparisonReport, Refusal> {
-        let mut state = self.state.lock();
-        if state.wanted {
-            return Err(Refusal::Busy);
-        }
-        state.wanted = true;
-        // One that nobody waited for any more.
-        state.result = None;
-        self.state.wake();
-        let result = loop {
-            let heard = state.heard;
-            let waits =
-                |state: &mut State| state.result.is_none() && !state.closed && state.heard == heard;
-            state = self.state.wait_while_for(state, longest, waits);
-            if let Some(result) = state.result.take() {
-                break result;
-            }
-            if state.closed {
-                break Err("protection ended".to_owned());
-            }
-            if state.heard == heard {
-                let seconds = longest.as_secs();
-                break Err(format!(
-                    "nothing was compared for {seconds} s: does a disk of this host hang?"
-                ));
-            }
-        };
-        state.wanted = false;
-        result.map_err(Refusal::Failed)
-    }
-
-    /// Takes what the backup is to be told before the log that was read just now.
-    pub fn take(&self) -> VecDeque<Comparison> {
-        std::mem::take(&mut *lock(&self.announced))
-    }
-
-    /// The backup has compared.
-    pub fn heard(&self, findings: Findings) {
-        self.state.change(|state| {
-            state.heard += 1;
-            // More than were asked for are of no use.
-            if state.findings.len() <= MOST_UNANSWERED {
-                state.findings.push_back(findings);
-            }
-        });
-    }
-
-    /// The report that `status` shows; none before the first comparison has ended.
-    pub fn report(&self) -> Option<ComparisonCounts> {
-        let state = self.state.lock();
-        let ended = state.ended_at?;
-        let seconds_ago = (clock::now() - ended).as_secs_f64();
-        Some(ComparisonCounts { seconds_ago, ..state.counts })
-    }
-
-    /// Whether somebody waits for a whole comparison.
-    pub fn is_wanted(&self) -> bool {
-        let state = self.state.lock();
-        state.wanted && state.result.is_none()
-    }
-
-    fn count(&self, report: &ComparisonReport) {
-        let mut state = self.state.lock();
-        let counts = &mut state.counts;
-        counts.comparisons += 1;
-        counts.pages += report.pages;
-        counts.extents += report.extents;
-        counts.passed += report.passed;
-        state.ended_at = Some(clock::now());
-    }
-
-    fn tell(&self, result: Result<ComparisonReport, String>) {
-        self.state.change(|state| state.result = Some(result));
-    }
-
-    fn close(&self) {
-        self.state.change(|state| state.closed = true);
-    }
-}
 
 /// Compares as it is asked to, and samples now and then, until protection ends.
 pub fn run(session: &Session, machine: &Machine, recording: &Recording) {
@@ -207,7 +87,7 @@ pub fn run(session: &Session, machine: &Machine, recording: &Recording) {
             }
             sampled = Instant::now();
         } else {
-            drop(comparer.state.wait_for(comparer.state.lock(), LONGEST_WAIT));
+            comparer.await_change(LONGEST_WAIT);
         }
     }
     comparer.close();
@@ -227,7 +107,7 @@ fn compare(
 ) -> anyhow::Result<ComparisonReport> {
     let log = machine.log().context("this QEMU does not record")?;
     let comparer = &recording.comparer;
-    comparer.state.lock().findings.clear();
+    comparer.forget_findings();
     let began = Instant::now();
     let mut run = Run {
         session,
@@ -338,8 +218,7 @@ impl<Spots: Iterator<Item = Spot>> Run<'_, Spots> {
 
     /// Takes an answer, if there is one.
     fn hear(&mut self) -> anyhow::Result<bool> {
-        let findings = self.recording.comparer.state.lock().findings.pop_front();
-        let Some(findings) = findings else { return Ok(false) };
+        let Some(findings) = self.recording.comparer.next_findings() else { return Ok(false) };
         if self.first.is_none_or(|first| findings.number < first) {
             // An answer to a comparison that was given up.
             return Ok(true);
@@ -352,11 +231,7 @@ impl<Spots: Iterator<Item = Spot>> Run<'_, Spots> {
     }
 
     fn rest(&self, longest: Duration) {
-        let comparer = &self.recording.comparer;
-        let state = comparer.state.lock();
-        if state.findings.is_empty() {
-            drop(comparer.state.wait_for(state, longest));
-        }
+        self.recording.comparer.await_findings(longest);
     }
 
     /// Has the backup compare these. None if the guest did not stand still.
@@ -366,7 +241,7 @@ impl<Spots: Iterator<Item = Spot>> Run<'_, Spots> {
         let Some(hold) = self.quiet_hold()? else { return Ok(None) };
         let at = hold.at();
         // Before the guest goes on: no log from behind the place is sent before this is done.
-        let mut announced = lock(&self.recording.comparer.announced);
+        let announcing = self.recording.comparer.announce();
         let now = self.read(spots)?;
         let lasted = hold.lasts();
         drop(hold);
@@ -386,7 +261,7 @@ impl<Spots: Iterator<Item = Spot>> Run<'_, Spots> {
             disk_requests: at.disk_requests,
         };
         let readings = spots.iter().zip(&now).zip(&before).map(reading).collect();
-        announced.push_back(Comparison { place, readings });
+        announcing.done(Comparison { place, readings });
         Ok(Some(place))
     }
 
@@ -453,41 +328,4 @@ fn difference(machine: &Machine, spot: Spot) -> Difference {
         Spot::Extent { disk, .. } => Part::Disk(disk),
     };
     Difference { of, offset: spot.offset(), bytes: spot.bytes() }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn answer(number: u64) -> Findings {
-        Findings { number, was_compared: true, differences: Vec::new() }
-    }
-
-    #[test]
-    fn a_comparison_that_nothing_is_heard_of_is_waited_for_no_longer() {
-        let comparer = Comparer::default();
-        for _ in 0..2 {
-            let failed = comparer.verify_unless_silent(Duration::from_millis(10)).unwrap_err();
-            assert!(matches!(&failed, Refusal::Failed(why) if why.contains("hang")), "{failed:?}");
-            assert!(!comparer.is_wanted());
-            // It came late, and to nobody.
-            comparer.tell(Ok(ComparisonReport::default()));
-        }
-    }
-
-    #[test]
-    fn one_that_goes_on_is_waited_for() {
-        let comparer = Comparer::default();
-        let report = ComparisonReport { pages: 7, ..Default::default() };
-        thread::scope(|scope| {
-            let waiting = scope.spawn(|| comparer.verify_unless_silent(Duration::from_secs(60)));
-            while !comparer.is_wanted() {
-                thread::yield_now();
-            }
-            assert_eq!(comparer.verify(), Err(Refusal::Busy));
-            (0..3).for_each(|number| comparer.heard(answer(number)));
-            comparer.tell(Ok(report.clone()));
-            assert_eq!(waiting.join().unwrap(), Ok(report));
-        });
-    }
 }

@@ -23,10 +23,11 @@ impl Capturer<'_> {
     /// Checkpoints are being taken, and lockstep is due.
     pub(super) fn turn(&mut self) -> anyhow::Result<Option<End>> {
         let session = self.session;
-        let Some(prepared) = session.turning.lock().begin() else { return Ok(None) };
+        let begun = session.present.lock().turning.begin();
+        let Some(prepared) = begun else { return Ok(None) };
         if prepared.mode != Mode::Lockstep {
             let already = "it gets checkpoints already".to_owned();
-            session.turning.change(|turning| turning.failed(already));
+            session.present.change(|present| present.turning.failed(already));
             return Ok(None);
         }
         if let Some(next) = prepared.next {
@@ -37,7 +38,8 @@ impl Capturer<'_> {
                 }
                 Err(error) if self.machine.is_retired() => return Err(error),
                 Err(error) => {
-                    session.turning.change(|turning| turning.failed(format!("{error:#}")));
+                    let why = format!("{error:#}");
+                    session.present.change(|present| present.turning.failed(why));
                     return Ok(None);
                 }
             }
@@ -49,10 +51,7 @@ impl Capturer<'_> {
     /// The epoch that runs goes on in another machine; gives what the guest has written in it.
     fn move_into(&mut self, next: Next) -> anyhow::Result<DirtySet> {
         let session = self.session;
-        {
-            let mut tracker = next.machine.tracker()?;
-            tracker.as_mut().context("the tracker was attached")?.arm()?;
-        }
+        next.machine.track()?.tracker().arm()?;
         let unlimited = session.pace.lift();
         let (tracker, dirty) = (&mut self.tracker, &mut self.dirty);
         let moved = hand_over(self.machine, &next.machine, || tracker.scan(dirty));
@@ -115,7 +114,8 @@ impl Capturer<'_> {
     /// The log ends with a checkpoint, and others follow. False if that is wanted no more.
     fn turn_to_checkpoints(&mut self) -> anyhow::Result<bool> {
         let session = self.session;
-        if session.turning.lock().begin().is_none() {
+        let begun = session.present.lock().turning.begin();
+        if begun.is_none() {
             return Ok(false);
         }
         session.pace.limit(1.0);
