@@ -10,6 +10,7 @@ use crate::orphans::Waiting;
 use crate::vm::{PrimaryVm, Vm};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 use understudy_protocol::VmName;
 use understudy_replication::backup;
 use understudy_report::AwaitedStart;
@@ -40,6 +41,8 @@ pub(crate) struct Entries {
     pub lost: BTreeSet<VmName>,
     /// What last keepers have said that cannot be cleared ([`KnownEnds`](crate::keeper::KnownEnds)).
     pub known_ends: BTreeMap<VmName, Note>,
+    /// Number of times that a keeper was noticed to have begun, or to have ended.
+    pub turns_of_keepers: u64,
 }
 
 impl Inventory {
@@ -50,7 +53,19 @@ impl Inventory {
 
     /// Changes something; whatever comes out is to be returned, so that it is dropped without the lock.
     pub fn change<T>(&self, change: impl FnOnce(&mut Entries) -> T) -> T {
-        change(&mut self.0.lock())
+        let changed = change(&mut self.0.lock());
+        self.0.wake();
+        changed
+    }
+
+    /// Looks something up once `waits` does not hold any more, or after so long.
+    pub fn look_after<T>(
+        &self,
+        longest: Duration,
+        waits: impl Fn(&Entries) -> bool,
+        look: impl FnOnce(&Entries) -> T,
+    ) -> T {
+        look(&self.0.wait_while_for(longest, |all| waits(all)))
     }
 
     /// A VM that this host runs, backs up or has lost.
@@ -71,6 +86,13 @@ impl Inventory {
     /// All such VMs; each lives on for as long as whoever asked has it.
     pub fn all(&self) -> BTreeMap<VmName, Vm> {
         self.look(|all| all.vms.clone())
+    }
+
+    /// Waits while this host runs or backs up all of these, and for so long at most.
+    pub fn await_absence(&self, vms: &[VmName], longest: Duration) {
+        let is_here = |vm: Option<&Vm>| matches!(vm, Some(Vm::Primary(_) | Vm::Backup(_)));
+        let are_here = |all: &Entries| vms.iter().all(|vm| is_here(all.vms.get(vm)));
+        self.look_after(longest, are_here, |_| ());
     }
 
     /// The number of these.

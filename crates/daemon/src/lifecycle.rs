@@ -128,6 +128,7 @@ impl Host {
     /// The VM is in `status`, and restores its protection, from now on.
     pub(crate) fn show_primary(self: &Arc<Self>, vm: &Arc<PrimaryVm>) {
         self.vms.put(vm.name(), Vm::Primary(vm.clone()));
+        self.watchdog.look();
         if self.config.repair.enabled {
             repair::start(self, vm);
         }

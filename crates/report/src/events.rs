@@ -14,8 +14,8 @@ use std::collections::{HashMap, VecDeque};
 use std::mem::{Discriminant, discriminant};
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::SystemTime;
+use tokio::sync::watch;
 use tracing::{error, info, warn};
 use understudy_protocol::VmName;
 use understudy_threads::Common;
@@ -61,9 +61,17 @@ pub struct EventList {
 pub struct Journal(Arc<Shared>);
 
 struct Shared {
-    last: AtomicU64,
-    closed: AtomicBool,
+    /// Changed under the lock of what is kept, as far as that is about the last event.
+    state: watch::Sender<State>,
     kept: Common<Kept>,
+}
+
+/// What those see who wait for events.
+struct State {
+    /// The last event's number.
+    last: u64,
+    /// Whether there will be no more.
+    closed: bool,
 }
 
 /// Events that are kept, oldest first.
@@ -99,8 +107,7 @@ impl Default for Journal {
     fn default() -> Journal {
         let first = now_ms();
         Journal(Arc::new(Shared {
-            last: AtomicU64::new(first),
-            closed: AtomicBool::new(false),
+            state: watch::Sender::new(State { last: first, closed: false }),
             kept: Common::new(Kept { events: VecDeque::new(), gone: first }),
         }))
     }
@@ -131,12 +138,12 @@ impl Journal {
 
     fn keep(&self, event: impl FnOnce(u64) -> Event) {
         let mut kept = self.0.kept.lock();
-        let number = self.0.last.load(Ordering::Relaxed) + 1;
+        let number = self.last() + 1;
         if kept.events.len() == KEPT {
             kept.make_room();
         }
         kept.events.push_back(event(number));
-        self.0.last.store(number, Ordering::Release);
+        self.0.state.send_modify(|state| state.last = number);
     }
 
     /// The events after this number, of all VMs or of one.
@@ -154,7 +161,14 @@ impl Journal {
 
     /// The last event's number.
     pub fn last(&self) -> u64 {
-        self.0.last.load(Ordering::Acquire)
+        self.0.state.borrow().last
+    }
+
+    /// Waits until the last event's number is another one, or there will be no more events.
+    pub async fn await_other_than(&self, number: u64) {
+        let is_over = |state: &State| state.last != number || state.closed;
+        // An error would be that nobody can record any more: this journal can.
+        let _ = self.0.state.subscribe().wait_for(is_over).await;
     }
 
     /// The last sentences about a VM, oldest first.
@@ -180,12 +194,12 @@ impl Journal {
 
     /// Ends it: nobody need wait for more.
     pub fn close(&self) {
-        self.0.closed.store(true, Ordering::Release);
+        self.0.state.send_modify(|state| state.closed = true);
     }
 
     /// Whether there will be no more.
     pub fn is_closed(&self) -> bool {
-        self.0.closed.load(Ordering::Acquire)
+        self.0.state.borrow().closed
     }
 }
 

@@ -53,7 +53,7 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use tokio::sync::watch;
 use understudy_client::{ErrorBody, Subject};
 use understudy_daemon::containment;
 use understudy_protocol::{GroupName, VmName};
@@ -82,11 +82,21 @@ pub struct Api {
 
 /// Whether whoever waits for something to happen is to be answered now, since the API ends.
 #[derive(Clone, Default)]
-struct Ending(Arc<AtomicBool>);
+struct Ending(Arc<watch::Sender<bool>>);
 
 impl Ending {
+    fn begin(&self) {
+        self.0.send_replace(true);
+    }
+
     fn has_begun(&self) -> bool {
-        self.0.load(Ordering::Acquire)
+        *self.0.borrow()
+    }
+
+    /// Waits until it has begun.
+    async fn begins(&self) {
+        // Its sender is this.
+        let _ = self.0.subscribe().wait_for(|begun| *begun).await;
     }
 }
 
@@ -123,7 +133,7 @@ impl Api {
 
     /// Answers those who wait for events: it ends.
     pub fn end_waits(&self) {
-        self.ending.0.store(true, Ordering::Release);
+        self.ending.begin();
     }
 
     /// Its routes, behind this guard.

@@ -39,6 +39,7 @@ pub mod view;
 mod watch;
 
 pub use pass::Passed;
+pub use watch::Word;
 pub(crate) use watch::{KnownEnds, start as watch};
 
 use crate::config::Groups;

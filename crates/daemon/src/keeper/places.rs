@@ -4,6 +4,7 @@
 
 use super::note::{Claim, End};
 use super::pass::{Connections, Listening};
+use super::watch::CALM;
 use super::{CONNECTIONS, LOOK, SOCKET, conflict};
 use crate::config::HostConfig;
 use crate::host::{Host, internal, prepare_directory};
@@ -309,6 +310,8 @@ impl Host {
     pub fn await_end_of_kept(self: &Arc<Self>) {
         let Some(kept) = &self.keeps else { return };
         while !kept.places.lock().over {
+            // What is here does not end.
+            self.vms.await_absence(&kept.vms(), CALM);
             // Held while one is being started.
             let starting = self.adding.lock();
             let gone = kept.gone(|vm| self.end_of_kept(vm));

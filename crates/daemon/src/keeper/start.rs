@@ -28,8 +28,6 @@ use understudy_report::error::{ErrorKind, HostError};
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Pause between two tries.
 const LOOK: Duration = Duration::from_millis(10);
-/// Time between two looks at whether a keeper still has its VM.
-const LEISURE: Duration = Duration::from_millis(250);
 /// The subcommand of this program that is a keeper.
 pub const SUBCOMMAND: &str = "keep";
 /// Its options that are an order, and the daemon's agent, and those for each of its VM's [`Files`].
@@ -184,21 +182,27 @@ impl Host {
     /// as long as it does.
     pub(super) fn follow_to_keeper(self: &Arc<Self>, arrival: Arrival) {
         let (host, vm) = (Arc::downgrade(self), arrival.vm().clone());
+        let mut word = self.word_of_keepers();
         let follow = move || {
             let deadline = Instant::now() + PATIENCE;
             let mut has_it = arrival.is_in_keeper();
+            word.tell();
             while let Some(host) = host.upgrade() {
                 match host.keeper_of(arrival.vm()) {
                     Some(_) if !has_it => {
                         has_it = true;
                         arrival.goes_to_keeper();
                         host.vms.remove(arrival.vm());
+                        word.tell();
                     }
                     None if has_it || Instant::now() > deadline => return,
                     _ => {}
                 }
                 drop(host);
-                thread::sleep(if has_it { LEISURE } else { LOOK });
+                match has_it {
+                    true => word.wait(false),
+                    false => thread::sleep(LOOK),
+                }
             }
         };
         if let Err(error) = thread::Builder::new().name(format!("keeper-{vm}")).spawn(follow) {

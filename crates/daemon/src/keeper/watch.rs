@@ -2,7 +2,7 @@
 
 use super::note::{self, End, Found, Note};
 use crate::host::Host;
-use crate::inventory::Inventory;
+use crate::inventory::{Entries, Inventory};
 use crate::vm::{FencedVm, Vm};
 use std::collections::BTreeMap;
 use std::io;
@@ -15,8 +15,10 @@ use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 use understudy_report::events::EventKind;
 
-/// Time between two looks.
+/// Time between two looks while more is about to come.
 const INTERVAL: Duration = Duration::from_millis(250);
+/// The same otherwise: that a keeper has begun, or ended, is told by whoever notices it.
+pub(super) const CALM: Duration = Duration::from_secs(2);
 
 /// Watches for as long as the host lives. Those that ended before this daemon began are for `recover`
 /// and `autostart`, as all that ran here is.
@@ -33,15 +35,40 @@ pub(crate) fn start(host: &Arc<Host>) -> io::Result<()> {
 }
 
 fn run(host: &Weak<Host>) {
+    let Some(mut word) = host.upgrade().map(|host| host.word_of_keepers()) else { return };
     while let Some(host) = host.upgrade() {
-        for vm in host.directories() {
-            if !host.take_up(&vm) && host.dead_note(&vm).is_some() {
-                host.tell_of_ended(&vm);
-            }
-        }
+        let is_more_to_come = host.look_at_keepers();
         drop(host);
-        thread::sleep(INTERVAL);
+        word.wait(is_more_to_come);
         fail::fail_point!("look-at-keepers");
+    }
+}
+
+/// Word of keepers that have begun, or ended: whoever looks after them waits for it, and so need not look all the time.
+pub struct Word {
+    vms: Inventory,
+    heard: u64,
+}
+
+impl Word {
+    fn of(vms: &Inventory) -> Word {
+        Word { vms: vms.clone(), heard: vms.look(|all| all.turns_of_keepers) }
+    }
+
+    /// Tells all that wait.
+    pub fn tell(&self) {
+        self.vms.change(|all| all.turns_of_keepers += 1);
+    }
+
+    /// Waits for what this was not told yet; not for long if more is about to come, of which nobody tells.
+    pub fn wait(&mut self, is_more_to_come: bool) {
+        self.hear_within(if is_more_to_come { INTERVAL } else { CALM });
+    }
+
+    fn hear_within(&mut self, longest: Duration) {
+        let heard = self.heard;
+        let is_known = |all: &Entries| all.turns_of_keepers == heard;
+        self.heard = self.vms.look_after(longest, is_known, |all| all.turns_of_keepers);
     }
 }
 
@@ -86,6 +113,27 @@ impl KnownEnds {
 }
 
 impl Host {
+    /// Word of this host's keepers from now on.
+    pub fn word_of_keepers(&self) -> Word {
+        Word::of(&self.vms)
+    }
+
+    /// Notices those that have ended; whether more is about to come.
+    fn look_at_keepers(self: &Arc<Self>) -> bool {
+        let mut is_more_to_come = false;
+        for vm in self.directories() {
+            let is_between = self.take_up(&vm);
+            let has_ended = !is_between && self.dead_note(&vm).is_some();
+            if has_ended {
+                self.tell_of_ended(&vm);
+            }
+            // Nobody follows one that this daemon cannot speak with.
+            let is_followed = self.keeper_of(&vm).is_none_or(|keeper| keeper.problem.is_none());
+            is_more_to_come |= is_between || has_ended || !is_followed;
+        }
+        is_more_to_come
+    }
+
     fn dead_note(&self, vm: &VmName) -> Option<Note> {
         self.known_ends.dead_note(vm, &vm.below(&self.config.state_dir))
     }
@@ -219,5 +267,26 @@ mod tests {
         assert_eq!(known.dead_note(&db, directory.path()), None);
         drop(next);
         assert_eq!(known.dead_note(&db, directory.path()), Some(note));
+    }
+
+    /// Those who look after keepers looked four times a second, each for itself.
+    #[test]
+    fn whoever_waits_for_word_of_keepers_hears_it_at_once_and_once() {
+        // Whoever does not hear it waits for ever.
+        const LONG: Duration = Duration::from_secs(3600);
+        let vms = Inventory::default();
+        let (told, mut first, mut second) = (Word::of(&vms), Word::of(&vms), Word::of(&vms));
+        told.tell();
+        first.hear_within(LONG);
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| first.hear_within(LONG));
+            thread::sleep(INTERVAL);
+            assert!(!waiting.is_finished(), "it has heard that");
+            vms.change(|all| all.lost.insert(literal("db")));
+            thread::sleep(INTERVAL);
+            assert!(!waiting.is_finished(), "that is no word of a keeper");
+            told.tell();
+        });
+        second.hear_within(LONG);
     }
 }

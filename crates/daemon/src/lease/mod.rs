@@ -37,6 +37,8 @@ use watchdog::Petter;
 
 /// Time between two looks.
 const LOOK: Duration = Duration::from_millis(100);
+/// The same while no VM runs here, as in a daemon beside keepers: one that comes is told.
+const IDLE: Duration = Duration::from_secs(1);
 /// Pause before a guest whose QEMU has not answered is told again to stand still, or to go on.
 const AGAIN: Duration = Duration::from_secs(1);
 
@@ -86,11 +88,14 @@ fn keep(host: &Weak<Host>, errands: &Errands, mut watchdog: Petter) {
         if let Some(still) = stillness.look(now) {
             host.stood_still(still, false);
         }
-        for vm in host.primaries() {
-            host.look_at_lease(&vm, now, errands);
+        let vms = host.primaries();
+        for vm in &vms {
+            host.look_at_lease(vm, now, errands);
         }
-        drop(host);
-        watchdog.pet(LOOK);
+        let pause = if vms.is_empty() && !watchdog.is_armed() { IDLE } else { LOOK };
+        drop((vms, host));
+        stillness = Stillness::new(now, pause);
+        watchdog.pet(pause);
     }
 }
 

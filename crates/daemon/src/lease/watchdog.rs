@@ -101,6 +101,8 @@ pub(crate) struct Petting(Sender<Order>, Receiver<Order>);
 enum Order {
     /// It is to be petted from now on.
     Pet(Watchdog),
+    /// Leases are to be looked at now.
+    Look,
     /// It is left; nothing is said to whoever waits for that, but it is let go of.
     Leave(Sender<()>),
 }
@@ -116,6 +118,11 @@ impl Petting {
     pub fn begin(&self, watchdog: Watchdog) {
         // The inbox is this value's own.
         let _ = self.0.send(Order::Pet(watchdog));
+    }
+
+    /// Has leases looked at: a VM runs here from now on.
+    pub fn look(&self) {
+        let _ = self.0.send(Order::Look);
     }
 
     /// Leaves it for good, in order, if there is one; returns when that is done.
@@ -142,6 +149,11 @@ pub(super) struct Petter {
 }
 
 impl Petter {
+    /// Whether there is one.
+    pub fn is_armed(&self) -> bool {
+        self.watchdog.is_some()
+    }
+
     /// Says that this host is well, and looks for orders for so long.
     pub fn pet(&mut self, pause: Duration) {
         if let Some(watchdog) = &self.watchdog {
@@ -155,8 +167,8 @@ impl Petter {
                 }
                 drop(leaving);
             }
-            // The host has gone, which its loop finds out.
-            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
+            // If the host has gone its loop finds that out.
+            Ok(Order::Look) | Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
         }
     }
 }
@@ -186,6 +198,16 @@ mod tests {
         watchdog.pet();
         watchdog.disarm();
         assert_eq!(std::fs::read(heard.path()).unwrap(), b"\0\0V");
+    }
+
+    #[test]
+    fn a_vm_that_comes_is_not_waited_out() {
+        let petting = Petting::new();
+        let mut petter = petting.inbox();
+        assert!(!petter.is_armed());
+        petting.look();
+        // Whoever does not hear it waits for ever.
+        petter.pet(Duration::from_secs(3600));
     }
 
     #[test]

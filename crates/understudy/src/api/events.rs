@@ -18,9 +18,6 @@ use understudy_client::LONGEST_WAIT;
 use understudy_protocol::VmName;
 use understudy_report::events::{Event, EventList, Journal};
 
-/// Time between two looks at the number of the last event.
-const LOOK: Duration = Duration::from_millis(50);
-
 /// Time between two looks at whether the caller of a stream may still have it.
 const CHECK: Duration = Duration::from_secs(5);
 
@@ -58,15 +55,15 @@ pub(super) async fn list(
     }
 }
 
-/// Waits until there is an event after this number; whether there may be one.
+/// Waits until there is an event after this number; whether there may be one. Nothing runs meanwhile: each keeper's
+/// daemon waits here all the time.
 async fn await_event(journal: &Journal, last: u64, deadline: Instant, ending: &Ending) -> bool {
-    while journal.last() == last {
-        if journal.is_closed() || ending.has_begun() || Instant::now() >= deadline {
-            return false;
-        }
-        tokio::time::sleep(LOOK).await;
+    tokio::select! {
+        () = journal.await_other_than(last) => {}
+        () = ending.begins() => {}
+        () = tokio::time::sleep_until(deadline.into()) => {}
     }
-    true
+    journal.last() != last
 }
 
 pub(super) async fn stream(
@@ -143,8 +140,12 @@ fn one(event: &Event) -> Sent {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::Ordering;
+    use std::future::Future;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::task::{Context, Poll, Wake, Waker};
     use tokio::time::timeout;
+    use understudy_report::events::EventKind;
 
     /// The daemon always waits for its keepers' next events, and no keeper ended before it had given that up.
     #[tokio::test]
@@ -152,8 +153,35 @@ mod tests {
         let (journal, ending) = (Journal::default(), Ending::default());
         let far = Instant::now() + Duration::from_secs(3600);
         let mut waiting = Box::pin(await_event(&journal, journal.last(), far, &ending));
-        assert!(timeout(LOOK * 2, &mut waiting).await.is_err(), "nothing has happened");
-        ending.0.store(true, Ordering::Release);
+        let nothing = timeout(Duration::from_millis(50), &mut waiting).await;
+        assert!(nothing.is_err(), "nothing has happened");
+        ending.begin();
         assert_eq!(timeout(Duration::from_secs(60), waiting).await, Ok(false));
+    }
+
+    /// Times that somebody who waits was woken.
+    #[derive(Default)]
+    struct Woken(AtomicU32);
+
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Each keeper looked twenty times a second whether there was something for its daemon.
+    #[tokio::test]
+    async fn who_waits_for_events_is_woken_by_one_and_by_nothing_else() {
+        let (journal, ending, woken) = <(Journal, Ending, Arc<Woken>)>::default();
+        let far = Instant::now() + Duration::from_secs(3600);
+        let mut waiting = Box::pin(await_event(&journal, journal.last(), far, &ending));
+        let waker = Waker::from(woken.clone());
+        let mut context = Context::from_waker(&waker);
+        assert!(waiting.as_mut().poll(&mut context).is_pending());
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        assert_eq!(woken.0.load(Ordering::Relaxed), 0);
+        journal.record(EventKind::Rebooted);
+        assert!(woken.0.load(Ordering::Relaxed) > 0);
+        assert_eq!(waiting.as_mut().poll(&mut context), Poll::Ready(true));
     }
 }

@@ -25,6 +25,12 @@ const COPY_MBITS: u32 = 50;
 /// Longer than the daemon waits for a keeper, and shorter than a failure.
 const SILENCE: Duration = Duration::from_secs(3);
 
+/// Time in which wake-ups are counted, and the most that there may be a second of a daemon's threads that look after
+/// keepers and leases (22 when each looked by itself), and of those of a keeper's API (40 when it looked for events).
+const COUNTED: Duration = Duration::from_secs(5);
+const MOST_OF_DAEMON: u64 = 9;
+const MOST_OF_KEEPER: u64 = 9;
+
 pub fn with_keepers() -> SceneOptions {
     let mut options = SceneOptions { memory_mib: 256, ..options().calm() };
     for host in ["a", "b"] {
@@ -101,6 +107,53 @@ fn a_host_is_evacuated_of_what_keepers_run() {
         ensure!(words.contains("nothing runs here"), "{words}");
         scene.await_live("b")?;
         scene.host("b")?.call(["vm", "stop", VM, "--force"]).map(drop)
+    });
+}
+
+/// Times that a process's threads of names which begin so have slept.
+fn sleeps(pid: u64, names: &[&str]) -> Result<u64> {
+    let mut sum = 0;
+    for task in fs::read_dir(format!("/proc/{pid}/task"))? {
+        let task = task?.path();
+        let name = fs::read_to_string(task.join("comm")).unwrap_or_default();
+        if names.iter().any(|beginning| name.starts_with(beginning)) {
+            let status = fs::read_to_string(task.join("status")).unwrap_or_default();
+            let line = status.lines().find_map(|it| it.strip_prefix("voluntary_ctxt_switches:"));
+            sum += line.and_then(|count| count.trim().parse::<u64>().ok()).unwrap_or(0);
+        }
+    }
+    Ok(sum)
+}
+
+/// Each checkpoint waited for what had nothing to do with it: daemons looked for the ends of keepers, and keepers for
+/// what to tell their daemons.
+#[test]
+fn daemons_and_keepers_do_not_look_for_each_other_all_the_time() {
+    play(with_keepers(), |scene| {
+        scene.protected_guest("a", "b")?;
+        let counts = || -> Result<Vec<(String, u64, u64)>> {
+            let mut counts = Vec::new();
+            for name in ["a", "b"] {
+                let (host, keeper) = (scene.host(name)?, kept(&told(scene, name, VM)?)?.keeper);
+                let daemon = sleeps(host.pid().into(), &["keeper", "lease\n"])?;
+                counts.push((format!("host {name}'s daemon"), daemon, MOST_OF_DAEMON));
+                let api = sleeps(keeper, &["tokio-rt-worker"])?;
+                counts.push((format!("host {name}'s keeper"), api, MOST_OF_KEEPER));
+            }
+            Ok(counts)
+        };
+        let before = counts()?;
+        std::thread::sleep(COUNTED);
+        for ((who, now, most), (_, before, _)) in counts()?.into_iter().zip(before) {
+            let times = now.saturating_sub(before);
+            eprintln!("{who}: its threads have slept {times} times in {COUNTED:?}");
+            ensure!(
+                times <= most * COUNTED.as_secs(),
+                "{who}: its threads have slept {times} times"
+            );
+        }
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "a")
     });
 }
 

@@ -8,50 +8,70 @@ use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_client::{Client, Failure};
 use understudy_daemon::Host;
-use understudy_daemon::keeper::Keeper;
+use understudy_daemon::keeper::{Keeper, Word};
 use understudy_protocol::VmName;
 use understudy_report::events::{Event, EventList};
 
-/// Time between two looks for keepers that are not followed yet, and for what they tell.
+/// Time between two tries to hear what a keeper tells, and in which so much of it is taken over.
 const LOOK: Duration = Duration::from_millis(250);
 /// Events of a keeper that are taken over at a look.
 const EVENTS_AT_ONCE: usize = 32;
 
+/// The VMs whose keepers are followed.
+type Followed = Arc<Mutex<BTreeSet<VmName>>>;
+
 /// Takes over the events of all keepers, and what they have of the VMs that are to come up, for as long as the host
 /// lives.
 pub fn follow(host: &Arc<Host>) -> std::io::Result<()> {
-    let host = Arc::downgrade(host);
-    let followed = Arc::<Mutex<BTreeSet<VmName>>>::default();
+    let (mut word, host) = (host.word_of_keepers(), Arc::downgrade(host));
+    let followed = Followed::default();
     let look = move || {
         while let Some(host) = host.upgrade() {
-            for keeper in host.keepers().into_iter().filter(|keeper| keeper.problem.is_none()) {
-                if host.is_left_to_keeper(&keeper.vm) && has_its_vm(&keeper) {
-                    host.await_no_more(&keeper.vm);
-                }
-                begin(&host, keeper, &followed);
-            }
+            let is_more_to_come = look_for_keepers(&host, &followed);
             drop(host);
-            thread::sleep(LOOK);
+            word.wait(is_more_to_come);
         }
     };
     thread::Builder::new().name("keepers-events".to_owned()).spawn(look).map(drop)
+}
+
+/// Has those followed that are not yet; whether more is about to come.
+fn look_for_keepers(host: &Arc<Host>, followed: &Followed) -> bool {
+    let mut is_more_to_come = false;
+    for keeper in host.keepers() {
+        if keeper.problem.is_some() {
+            is_more_to_come = true;
+            continue;
+        }
+        if host.is_left_to_keeper(&keeper.vm) {
+            match has_its_vm(&keeper) {
+                true => host.await_no_more(&keeper.vm),
+                false => is_more_to_come = true,
+            }
+        }
+        begin(host, keeper, followed);
+    }
+    is_more_to_come
 }
 
 fn has_its_vm(keeper: &Keeper) -> bool {
     ask(&keeper.vm, &keeper.socket, |client| client.vm_status(&keeper.vm)).is_ok()
 }
 
-fn begin(host: &Arc<Host>, keeper: Keeper, followed: &Arc<Mutex<BTreeSet<VmName>>>) {
+fn begin(host: &Arc<Host>, keeper: Keeper, followed: &Followed) {
     let set = |set: &Mutex<BTreeSet<VmName>>, change: &dyn Fn(&mut BTreeSet<VmName>) -> bool| {
         change(&mut set.lock().unwrap_or_else(PoisonError::into_inner))
     };
     if !set(followed, &|followed| followed.insert(keeper.vm.clone())) {
         return;
     }
+    let word = host.word_of_keepers();
     let (host, all, vm) = (Arc::downgrade(host), followed.clone(), keeper.vm.clone());
     let relay = move || {
-        relay(&host, &keeper);
+        relay(&host, &keeper, &word);
         set(&all, &|followed| followed.remove(&keeper.vm));
+        // The next one can be followed.
+        word.tell();
     };
     let thread = thread::Builder::new().name(format!("events-{vm}"));
     if let Err(error) = thread.spawn(relay) {
@@ -60,7 +80,7 @@ fn begin(host: &Arc<Host>, keeper: Keeper, followed: &Arc<Mutex<BTreeSet<VmName>
 }
 
 /// Takes over a keeper's events until it has ended.
-fn relay(host: &Weak<Host>, keeper: &Keeper) {
+fn relay(host: &Weak<Host>, keeper: &Keeper, word: &Word) {
     let Ok(client) = Client::new(&keeper.socket) else { return };
     let (mut last, mut pace) = (0, Pace::new(LOOK));
     while let Some(host) = host.upgrade() {
@@ -76,7 +96,11 @@ fn relay(host: &Weak<Host>, keeper: &Keeper) {
                     events.relay(event);
                 }
             }
-            Err(_) if is_there => thread::sleep(LOOK),
+            Err(_) if is_there => {
+                // It may just have ended.
+                word.tell();
+                thread::sleep(LOOK);
+            }
             Err(_) => return,
         }
     }
