@@ -30,7 +30,6 @@ pub use turn::{Beside, Launch};
 use crate::handshake::{FileOffer, FileRole, Offer, Ready, Resumed};
 use crate::heartbeat::{self, Heartbeats};
 use crate::lockstep::backup::{self as lockstep, Following};
-use crate::lockstep::writes::Counts;
 use crate::messages::ToPrimary;
 use crate::paths::PathMonitor;
 use crate::records::Records;
@@ -309,16 +308,13 @@ fn follow(session: &Arc<Session>, following: &Arc<Following>) -> anyhow::Result<
 /// remember these changes, and a take-over finds little left to sync. So does the first epoch, behind
 /// whose acknowledgement the whole mirror is to be there.
 fn run_settle(session: &Session) {
-    let (mut settled, mut counts) = (Epoch(0), Counts::default());
+    let mut settled = Epoch(0);
     while !heartbeat::Pulse::is_over(session) {
         thread::sleep(SETTLE_INTERVAL);
         let applied = session.applied();
         let (machine, following) = (session.machine(), session.following());
         // Before they are brought to stable storage.
-        let written = following.as_ref().and_then(|following| {
-            counts.hear(following.machine(), following.writes());
-            counts.now(&machine)
-        });
+        let written = following.as_ref().and_then(|following| following.writes().now(&machine));
         // In lockstep QEMU writes them itself.
         let fills = applied == Epoch(0);
         let due = fills || applied > settled || following.is_some();
@@ -332,7 +328,8 @@ fn run_settle(session: &Session) {
                         && Arc::ptr_eq(&now, &following)
                     {
                         session.say(&ToPrimary::Written(written));
-                        if let Err(error) = counts.strike_off(&machine, session.rounds) {
+                        if let Err(error) = following.writes().strike_off(&machine, session.rounds)
+                        {
                             session.give_up(&format!("{error:#}"));
                         }
                     }

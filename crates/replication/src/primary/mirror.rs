@@ -4,7 +4,6 @@ use super::references::References;
 use super::send::Outgoing;
 use super::session::Session;
 use crate::lockstep::reads;
-use crate::lockstep::writes::Counts;
 use crate::messages::{Piece, ToBackup};
 use crate::resync::Basis;
 use crate::sessions::Sessions;
@@ -172,7 +171,6 @@ fn rounds(session: &Session) -> anyhow::Result<()> {
     let (mut joined, mut told) = (false, (Epoch(0), None));
     // The epoch at whose end all that was set aside had gone to the backup.
     let mut closing = Epoch(0);
-    let mut counts = Counts::default();
     loop {
         thread::sleep(ROUND_INTERVAL);
         if session.is_over() {
@@ -200,9 +198,8 @@ fn rounds(session: &Session) -> anyhow::Result<()> {
             joined = true;
         }
         if let Some(recording) = session.recording() {
-            counts.hear(recording.machine(), &recording.writes);
-            counts.strike_off(&machine, *rounds)?;
-            let written = (recording.machine(), counts.now(&machine));
+            recording.writes.strike_off(&machine, *rounds)?;
+            let written = (recording.machine(), recording.writes.now(&machine));
             if let (_, Some(counts)) = &written
                 && written != told
             {
