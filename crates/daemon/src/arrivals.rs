@@ -71,6 +71,11 @@ impl Arrivals {
         expected.map(|expected| expected.definition.clone())
     }
 
+    /// Whether any is about to be here of which no keeper is known yet.
+    pub fn are_any_to_come(&self) -> bool {
+        self.0.look(|all| all.expected.values().any(|expected| !expected.is_in_keeper()))
+    }
+
     fn expected(&self, vm: &VmName) -> Option<Arc<Expected>> {
         self.0.look(|all| all.expected.get(vm).cloned())
     }
@@ -112,7 +117,10 @@ impl Arrival {
             in_keeper: AtomicBool::new(false),
         });
         let (name, placed) = (definition.name.clone(), expected.clone());
-        arrivals.0.change(|all| all.expected.insert(name, placed));
+        arrivals.0.change(|all| {
+            all.turns_of_keepers += 1;
+            all.expected.insert(name, placed)
+        });
         Arrival { arrivals: arrivals.clone(), expected }
     }
 

@@ -41,7 +41,7 @@ pub(crate) struct Entries {
     pub lost: BTreeSet<VmName>,
     /// What last keepers have said that cannot be cleared ([`KnownEnds`](crate::keeper::KnownEnds)).
     pub known_ends: BTreeMap<VmName, Note>,
-    /// Number of times that a keeper was noticed to have begun, or to have ended.
+    /// Number of times that a keeper was noticed to have begun, to have ended, or to be about to get a VM.
     pub turns_of_keepers: u64,
 }
 
@@ -88,10 +88,14 @@ impl Inventory {
         self.look(|all| all.vms.clone())
     }
 
-    /// Waits while this host runs or backs up all of these, and for so long at most.
-    pub fn await_absence(&self, vms: &[VmName], longest: Duration) {
+    /// Waits while this host runs or backs up all of these and no keeper gets another one, and for so long at most.
+    pub fn await_absence(&self, vms: impl FnOnce() -> Vec<VmName>, longest: Duration) {
+        let turns = self.look(|all| all.turns_of_keepers);
+        let vms = vms();
         let is_here = |vm: Option<&Vm>| matches!(vm, Some(Vm::Primary(_) | Vm::Backup(_)));
-        let are_here = |all: &Entries| vms.iter().all(|vm| is_here(all.vms.get(vm)));
+        let are_here = |all: &Entries| {
+            all.turns_of_keepers == turns && vms.iter().all(|vm| is_here(all.vms.get(vm)))
+        };
         self.look_after(longest, are_here, |_| ());
     }
 

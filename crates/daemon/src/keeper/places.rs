@@ -96,6 +96,14 @@ impl Kept {
         gone
     }
 
+    /// Whether each VM was there at the last look: that it is not any more is told.
+    fn are_all_seen(&self) -> bool {
+        let now = Instant::now();
+        let is_seen =
+            |place: &Place| place.end.is_none() && place.begins_by.is_some_and(|at| at <= now);
+        self.places.lock().of.values().all(is_seen)
+    }
+
     /// Whether it has VMs of this group.
     fn has_some_of(&self, group: &GroupMembers) -> bool {
         let places = self.places.lock();
@@ -303,6 +311,8 @@ impl Host {
         let close = (kept.door)(self, &directory.join(SOCKET))?;
         let place = Place { claim, close, listening, begins_by, following: 0, end: None };
         places.of.insert(vm.clone(), place);
+        drop(places);
+        self.vms.change(|all| all.turns_of_keepers += 1);
         Ok(())
     }
 
@@ -310,8 +320,9 @@ impl Host {
     pub fn await_end_of_kept(self: &Arc<Self>) {
         let Some(kept) = &self.keeps else { return };
         while !kept.places.lock().over {
-            // What is here does not end.
-            self.vms.await_absence(&kept.vms(), CALM);
+            if kept.are_all_seen() {
+                self.vms.await_absence(|| kept.vms(), CALM);
+            }
             // Held while one is being started.
             let starting = self.adding.lock();
             let gone = kept.gone(|vm| self.end_of_kept(vm));

@@ -97,7 +97,10 @@ impl KnownEnds {
             Found::Nobody(note) => note,
             // The next one has the lock.
             Found::Starting | Found::Lives(_) => {
-                self.0.change(|all| all.known_ends.remove(vm));
+                // Nobody is woken for nothing.
+                if self.0.look(|all| all.known_ends.contains_key(vm)) {
+                    self.0.change(|all| all.known_ends.remove(vm));
+                }
                 None
             }
             Found::Unknown(_) => None,
@@ -116,6 +119,11 @@ impl Host {
     /// Word of this host's keepers from now on.
     pub fn word_of_keepers(&self) -> Word {
         Word::of(&self.vms)
+    }
+
+    /// Whether VMs are about to be here, for some of which keepers begin.
+    pub fn expects_vms(&self) -> bool {
+        self.arrivals.are_any_to_come()
     }
 
     /// Notices those that have ended; whether more is about to come.

@@ -37,7 +37,7 @@ pub fn follow(host: &Arc<Host>) -> std::io::Result<()> {
 
 /// Has those followed that are not yet; whether more is about to come.
 fn look_for_keepers(host: &Arc<Host>, followed: &Followed) -> bool {
-    let mut is_more_to_come = false;
+    let mut is_more_to_come = host.expects_vms();
     for keeper in host.keepers() {
         if keeper.problem.is_some() {
             is_more_to_come = true;
@@ -81,7 +81,8 @@ fn begin(host: &Arc<Host>, keeper: Keeper, followed: &Followed) {
 
 /// Takes over a keeper's events until it has ended.
 fn relay(host: &Weak<Host>, keeper: &Keeper, word: &Word) {
-    let Ok(client) = Client::new(&keeper.socket) else { return };
+    // Not again at once, if there are no descriptors.
+    let Ok(client) = Client::new(&keeper.socket) else { return thread::sleep(LOOK) };
     let (mut last, mut pace) = (0, Pace::new(LOOK));
     while let Some(host) = host.upgrade() {
         let is_there = host.keeper_of(&keeper.vm).is_some_and(|now| now.pid == keeper.pid);
