@@ -377,8 +377,6 @@ impl PrimaryVm {
     /// All but the session, which is returned.
     fn describe(&self, status: &mut VmStatus) -> Option<Arc<primary::Session>> {
         let state = lock(&self.state);
-        // A fail point, for whoever takes the same locks in another order.
-        fail::fail_point!("status");
         status.generation = state.generation;
         status.lease_over = state.lease.standstill();
         status.takeover = state.takeover;

@@ -19,7 +19,8 @@ pub(crate) const QUEUE_BYTES: usize = 8 << 20;
 const MARK: u8 = 0x80;
 
 /// A carrier of frames between the members of a cluster, as one card of a member sees it.
-/// Called on the port's thread and others, with its locks held: it must not wait, nor call the port.
+/// Called on the port's thread and others, with its locks held, and the VM's
+/// where its lease is tended: it must not wait, nor call the port, nor look at the VM.
 pub trait Fabric: Send + Sync {
     /// The guest sends a frame. Gives `keep` the messages that are to be carried once the
     /// frame's epoch may go out, each in parts that belong together. Returns whether the frame goes out to the bridge as well.

@@ -13,8 +13,9 @@ pub const TICK: Duration = Duration::from_millis(20);
 /// The longest time between two heartbeats.
 const LONGEST_INTERVAL: Duration = Duration::from_millis(200);
 
-/// So many heartbeats are due in a time-out.
-const BEATS: u32 = 5;
+/// So many heartbeats are due in a time-out, where that is long enough: one that comes late is not to look like a
+/// silence.
+const BEATS: u32 = 10;
 
 /// The time-out is at least this many times the longest recent gap.
 const JITTER_FACTOR: u32 = 3;
@@ -26,7 +27,7 @@ const CEILING: Duration = Duration::from_secs(2);
 /// over until then, so suspecting earlier saves nothing, and a false alarm throws the copy away.
 pub(crate) const SYNC_PATIENCE: Duration = CEILING;
 
-/// Time between two heartbeats of a session, the same on both hosts: a fifth of the time-out of the less patient one. A
+/// Time between two heartbeats of a session, the same on both hosts: a tenth of the time-out of the less patient one. A
 /// host that does not say how patient it is may be as impatient as any.
 pub fn heartbeat_interval(ours: Duration, theirs: Option<Duration>) -> Duration {
     let shorter = theirs.unwrap_or_default().min(ours);
@@ -57,7 +58,9 @@ impl Detector {
     pub fn heard(&mut self, now: Time) {
         let gap = now - self.last_heard;
         // Rises at once, decays slowly: about 10 s to forget a burst of jitter.
-        let decayed = self.typical_worst_gap.mul_f64(0.995);
+        // As much for a heartbeat of a patient host as for those that others would have sent.
+        let ticks = (gap.as_nanos() / TICK.as_nanos()).clamp(1, 100) as i32;
+        let decayed = self.typical_worst_gap.mul_f64(0.995_f64.powi(ticks));
         self.typical_worst_gap = decayed.max(gap).max(TICK);
         self.last_heard = now;
     }
@@ -91,8 +94,8 @@ mod tests {
     fn hosts_that_are_patient_beat_less_often_and_none_too_seldom_for_the_other() {
         let ms = Duration::from_millis;
         assert_eq!(heartbeat_interval(ms(100), Some(ms(100))), ms(20));
-        assert_eq!(heartbeat_interval(ms(500), Some(ms(700))), ms(100));
-        assert_eq!(heartbeat_interval(ms(10_000), Some(ms(300))), ms(60));
+        assert_eq!(heartbeat_interval(ms(500), Some(ms(700))), ms(50));
+        assert_eq!(heartbeat_interval(ms(10_000), Some(ms(300))), ms(30));
         assert_eq!(heartbeat_interval(ms(10_000), Some(ms(10_000))), ms(200));
         assert_eq!(heartbeat_interval(ms(10_000), Some(ms(0))), ms(20));
         // A host of an earlier release.

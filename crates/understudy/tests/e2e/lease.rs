@@ -200,37 +200,6 @@ fn a_lease_is_not_lost_to_a_contest_that_its_host_has_won() {
     });
 }
 
-/// A thread that looks at a VM for long and the one that renews its lease must not wait for each
-/// other.
-#[test]
-#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
-fn a_lease_is_renewed_while_its_vm_is_looked_at() {
-    // One that no busy machine misses.
-    let length = 3 * LENGTH;
-    let mut options = leased(ArbiterKind::File, length.as_secs() as u32);
-    for daemon in options.daemons.values_mut() {
-        daemon.environment.push(("FAILPOINTS".to_owned(), "status=sleep(300)".to_owned()));
-    }
-    play_protected(options, |scene, client| {
-        unprotect(scene)?;
-        let until = Instant::now() + length + LENGTH;
-        let look = || -> Result<()> {
-            while Instant::now() < until {
-                let status = scene.status("a")?;
-                ensure!(status["live"] == true, "its lease was not renewed: {status}");
-            }
-            Ok(())
-        };
-        // One of them looks at any time.
-        thread::scope(|scope| {
-            let others = [look, look].map(|look| scope.spawn(look));
-            let all = others.into_iter().map(|other| other.join().expect("it returns errors"));
-            all.chain([look()]).collect::<Result<()>>()
-        })?;
-        prove_survival(scene, client, "a")
-    });
-}
-
 /// The VM whose disk hangs has lost its backup, and goes on alone. Before, whoever keeps the leases waited
 /// for it with all others, and so did whoever asked for its status.
 #[test]

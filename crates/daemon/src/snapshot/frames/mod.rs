@@ -51,7 +51,7 @@ const LOOK: Duration = Duration::from_millis(500);
 const ASKED_AGAIN: u32 = 8;
 
 /// Listener by which the driver of a member's snapshots is told by its cut. Called on threads that
-/// carry frames: it must not wait.
+/// carry frames, under a VM's lock, too: it must not wait, nor look at the VM.
 pub trait CutListener: Send + Sync {
     /// The VM is to be paused for this snapshot, by the coordinator's word or because another
     /// member has taken it already. Once for each snapshot. If nobody has prepared it here,
