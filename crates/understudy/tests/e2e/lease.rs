@@ -11,8 +11,8 @@ use crate::stage::{
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
-use std::time::{Duration, Instant};
 use std::fs;
+use std::time::{Duration, Instant};
 use understudy_lab::companion::{COMPANION, Companion};
 use understudy_lab::scene::VM;
 use understudy_lab::{ArbiterKind, CLIENT_ADDRESS, HostOptions, Scene, SceneOptions, wait_for};
