@@ -17,6 +17,7 @@ use crate::orphans::Between;
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::process::Child;
 use std::sync::Arc;
 use std::thread;
@@ -35,6 +36,9 @@ use understudy_report::upgrade::KeeperReplacement;
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Pause before another keeper is started for a guest that stands still.
 const AGAIN: Duration = Duration::from_secs(1);
+/// Time in which a custodian that speaks with a keeper just then is asked again.
+const CUSTODIAN_PATIENCE: Duration = Duration::from_secs(2);
+const CUSTODIAN_PAUSE: Duration = Duration::from_millis(50);
 /// The same after one that says that no keeper of this program can go on with it.
 const RARELY: Duration = Duration::from_secs(60);
 
@@ -340,17 +344,12 @@ impl Host {
     /// is on record.
     fn end_left_guest(&self, name: &VmName) -> Result<(), HostError> {
         let socket = legacy::socket(&name.below(&self.config.state_dir));
-        let ended = match Custody::of_another(&socket) {
-            Ok((_custody, _, descriptors)) => {
-                process::kill(descriptors[0].as_fd());
-                Ok(())
-            }
-            Err(error) => match Unfound::of(&error) {
-                Unfound::Ended => Ok(()),
-                Unfound::Never => Custody::end(&socket),
-                Unfound::Later => Err(error),
-            },
-        };
+        let until = Instant::now() + CUSTODIAN_PATIENCE;
+        let mut ended = end_with_custodian(&socket);
+        while ended.is_err() && Instant::now() < until {
+            thread::sleep(CUSTODIAN_PAUSE);
+            ended = end_with_custodian(&socket);
+        }
         ended.map_err(|error| {
             let message =
                 format!("{name}: its guest's custodian cannot be asked: {error:#}; try again");
@@ -368,6 +367,20 @@ impl Host {
         }
         self.events.of(name).record(EventKind::Stopped { cut: true });
         Ok(())
+    }
+}
+
+fn end_with_custodian(socket: &Path) -> anyhow::Result<()> {
+    match Custody::of_another(socket) {
+        Ok((_custody, _, descriptors)) => {
+            process::kill(descriptors[0].as_fd());
+            Ok(())
+        }
+        Err(error) => match Unfound::of(&error) {
+            Unfound::Ended => Ok(()),
+            Unfound::Never => Custody::end(socket),
+            Unfound::Later => Err(error),
+        },
     }
 }
 

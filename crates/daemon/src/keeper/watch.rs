@@ -60,9 +60,13 @@ impl Word {
         self.vms.change(|all| all.turns_of_keepers += 1);
     }
 
-    /// Waits for what this was not told yet; not for long if more is about to come, of which nobody tells.
+    /// Waits for what this was not told yet. If more is about to come, of which nobody tells, for as long as there is between
+    /// two tries: whoever tries tells, too.
     pub fn wait(&mut self, is_more_to_come: bool) {
-        self.hear_within(if is_more_to_come { INTERVAL } else { CALM });
+        match is_more_to_come {
+            true => thread::sleep(INTERVAL),
+            false => self.hear_within(CALM),
+        }
     }
 
     fn hear_within(&mut self, longest: Duration) {
