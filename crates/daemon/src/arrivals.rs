@@ -117,10 +117,8 @@ impl Arrival {
             in_keeper: AtomicBool::new(false),
         });
         let (name, placed) = (definition.name.clone(), expected.clone());
-        arrivals.0.change(|all| {
-            all.turns_of_keepers += 1;
-            all.expected.insert(name, placed)
-        });
+        arrivals.0.change(|all| all.expected.insert(name, placed));
+        arrivals.0.tell_of_keepers();
         Arrival { arrivals: arrivals.clone(), expected }
     }
 

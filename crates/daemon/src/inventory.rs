@@ -58,6 +58,11 @@ impl Inventory {
         changed
     }
 
+    /// Tells whoever looks after keepers that there is something to look at.
+    pub fn tell_of_keepers(&self) {
+        self.change(|all| all.turns_of_keepers += 1);
+    }
+
     /// Looks something up once `waits` does not hold any more, or after so long.
     pub fn look_after<T>(
         &self,

@@ -34,6 +34,30 @@ pub fn heartbeat_interval(ours: Duration, theirs: Option<Duration>) -> Duration 
     (shorter / BEATS).clamp(TICK, LONGEST_INTERVAL)
 }
 
+/// The heartbeats of a session, which leave with its ticks.
+#[derive(Clone, Debug)]
+pub struct Beats {
+    interval: Duration,
+    next: Time,
+}
+
+impl Beats {
+    /// The first is due at once, the others `interval` one after the other.
+    pub fn new(interval: Duration, now: Time) -> Beats {
+        Beats { interval, next: now }
+    }
+
+    /// Whether one is due at this tick, which is sent then.
+    pub fn are_due(&mut self, now: Time) -> bool {
+        // Not a tick later for a tick that comes a little too soon.
+        let due = now + TICK / 2 > self.next;
+        if due {
+            self.next = now + self.interval;
+        }
+        due
+    }
+}
+
 /// Watches the peer's signs of life.
 #[derive(Clone, Debug)]
 pub struct Detector {
@@ -57,8 +81,7 @@ impl Detector {
     /// The peer was heard.
     pub fn heard(&mut self, now: Time) {
         let gap = now - self.last_heard;
-        // Rises at once, decays slowly: about 10 s to forget a burst of jitter.
-        // As much for a heartbeat of a patient host as for those that others would have sent.
+        // Rises at once, decays slowly: about 10 s to forget a burst of jitter, be it by few heartbeats of patient hosts.
         let ticks = (gap.as_nanos() / TICK.as_nanos()).clamp(1, 100) as i32;
         let decayed = self.typical_worst_gap.mul_f64(0.995_f64.powi(ticks));
         self.typical_worst_gap = decayed.max(gap).max(TICK);
@@ -100,6 +123,15 @@ mod tests {
         assert_eq!(heartbeat_interval(ms(10_000), Some(ms(0))), ms(20));
         // A host of an earlier release.
         assert_eq!(heartbeat_interval(ms(10_000), None), ms(20));
+    }
+
+    #[test]
+    fn a_heartbeat_is_due_with_the_tick_next_to_its_time() {
+        let mut beats = Beats::new(TICK * 3, at(0));
+        let due = [0, 20, 40, 55, 75, 95, 116].map(|ms| beats.are_due(at(ms)));
+        assert_eq!(due, [true, false, false, true, false, false, true]);
+        let mut beats = Beats::new(TICK, at(0));
+        assert!([0, 20, 39, 60].iter().all(|ms| beats.are_due(at(*ms))));
     }
 
     #[test]

@@ -55,7 +55,7 @@ pub mod wire;
 
 pub use backup::{Backup, BackupAction, BackupEvent, BackupPhase};
 pub use delivery::{Behind, EPOCH_BOUND, Headway};
-pub use detector::{Detector, TICK, heartbeat_interval};
+pub use detector::{Beats, Detector, TICK, heartbeat_interval};
 pub use epoch_length::{EndedEpoch, EpochLength};
 pub use frames::{Allowance, CardFrames, KEPT_FOR};
 pub use group::{Arrival, Gate, GroupStaging, GroupStep, Rendezvous};

@@ -20,6 +20,11 @@ impl Stillness {
         Stillness { last: now, interval }
     }
 
+    /// The next look comes so long after the last.
+    pub fn expect_within(&mut self, interval: Duration) {
+        self.interval = interval;
+    }
+
     /// Looks. For how long this host stood still since the last look, if it did.
     pub fn look(&mut self, now: Time) -> Option<Duration> {
         let late = (now - self.last).saturating_sub(self.interval);
@@ -61,6 +66,8 @@ mod tests {
         let after = Time(LOOK * 12 + Duration::from_secs(60));
         assert_eq!(stillness.look(after), Some(Duration::from_secs(60)));
         assert_eq!(stillness.look(after + LOOK), None, "told once");
+        stillness.expect_within(LOOK * 50);
+        assert_eq!(stillness.look(after + LOOK * 51), None, "it was to come that late");
     }
 
     #[test]

@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use tracing::debug;
 use understudy_link::link::Link;
-use understudy_protocol::{PathEvent, PathIndex, TICK, Time, VmName};
+use understudy_protocol::{Beats, PathEvent, PathIndex, TICK, Time, VmName};
 use understudy_qemu::urgency::raise_this_thread;
 use understudy_threads::spawn;
 
@@ -124,9 +124,9 @@ impl Heartbeats {
 /// Makes a path's connection, and waits for that.
 pub type Dial = Arc<dyn Fn(PathIndex) -> anyhow::Result<Link> + Send + Sync>;
 
-/// Starts the heart of a session, which ends with it. `first` are connections that there are
-/// already; `interval` is between two of its beats; with `dial` the others are made, and made again when they have ended. The only path
-/// is not dialled again: with it, the peer is lost.
+/// Starts the heart of a session, which ends with it, and beats once in an `interval`. `first` are
+/// connections that there are already; with `dial` the others are made, and made again when they
+/// have ended. The only path is not dialled again: with it, the peer is lost.
 pub fn start<P: Pulse>(
     vm: &VmName,
     session: &Arc<P>,
@@ -144,17 +144,11 @@ pub fn start<P: Pulse>(
     for (path, link) in first {
         session.heartbeats().attach(path, link);
     }
-    let first = clock::now();
-    let heart = Heart {
-        vm: vm.clone(),
-        session: session.clone(),
-        lines,
-        dial,
-        interval,
-        next_beat: first,
-        next_tick: first,
-    };
-    spawn(format!("heart-{vm}"), move || heart.run()).map(drop)
+    let (vm, session, next_tick) = (vm.clone(), session.clone(), clock::now());
+    let beats = Beats::new(interval, next_tick);
+    let name = format!("heart-{vm}");
+    let heart = Heart { vm, session, lines, dial, beats, next_tick };
+    spawn(name, move || heart.run()).map(drop)
 }
 
 /// The thread.
@@ -164,20 +158,26 @@ struct Heart<P> {
     /// The line of each path.
     lines: Vec<Line>,
     dial: Option<Dial>,
-    interval: Duration,
-    next_beat: Time,
+    beats: Beats,
     next_tick: Time,
+}
+
+/// What may have come.
+struct Arrived {
+    news: bool,
+    /// Lines on which something is, by their places.
+    lines: Vec<usize>,
 }
 
 impl<P: Pulse> Heart<P> {
     fn run(mut self) {
         be_punctual();
         while !self.session.may_hang_up() {
-            let ready = self.wait();
-            if ready.contains(&None) {
+            let arrived = self.wait();
+            if arrived.news {
                 self.take_news();
             }
-            for n in ready.into_iter().flatten() {
+            for n in arrived.lines {
                 self.hear(n);
             }
             self.dial_again();
@@ -188,21 +188,21 @@ impl<P: Pulse> Heart<P> {
         self.lines.iter().for_each(Line::close);
     }
 
-    /// Waits until something comes, or a tick is due. Returns the lines over which something may have come, and none of
-    /// them for news.
-    fn wait(&self) -> Vec<Option<usize>> {
+    /// Waits until something comes, or a tick is due.
+    fn wait(&self) -> Arrived {
         let readable = |fd| PollFd::new(fd, PollFlags::POLLIN);
-        let lines = self.lines.iter().enumerate();
-        let (numbers, mut fds): (Vec<_>, Vec<_>) =
-            lines.filter_map(|(n, line)| Some((Some(n), readable(line.fd()?)))).unzip();
-        fds.push(readable(self.session.heartbeats().wake.as_fd()));
-        let has_more = |n: &Option<usize>| n.is_some_and(|n| self.lines[n].has_more());
+        let numbers = 0..self.lines.len();
+        let up: Vec<usize> = numbers.filter(|n| self.lines[*n].fd().is_some()).collect();
+        let mut fds = vec![readable(self.session.heartbeats().wake.as_fd())];
+        fds.extend(self.lines.iter().filter_map(Line::fd).map(readable));
+        let has_more = |n: usize| self.lines[n].has_more();
         let left = self.next_tick - clock::now();
-        let longest = if numbers.iter().any(has_more) { Duration::ZERO } else { left };
+        let longest = if up.iter().copied().any(has_more) { Duration::ZERO } else { left };
         // A signal only makes it look once more.
         let _ = ppoll(&mut fds, Some(TimeSpec::from_duration(longest)), None);
-        let each = numbers.into_iter().chain([None]).zip(fds);
-        each.filter(|(n, fd)| fd.any() != Some(false) || has_more(n)).map(|(n, _)| n).collect()
+        let is_ready = |fd: &PollFd<'_>| fd.any() != Some(false);
+        let lines = up.into_iter().zip(&fds[1..]).filter(|(n, fd)| is_ready(fd) || has_more(*n));
+        Arrived { news: is_ready(&fds[0]), lines: lines.map(|(n, _)| n).collect() }
     }
 
     fn take_news(&mut self) {
@@ -283,10 +283,8 @@ impl<P: Pulse> Heart<P> {
         }
         let late = now - self.next_tick;
         self.next_tick = now + TICK;
-        // Not a tick later for a tick that came a little too soon.
-        if now + TICK / 2 > self.next_beat {
+        if self.beats.are_due(now) {
             self.lines.iter().for_each(Line::beat);
-            self.next_beat = now + self.interval;
         }
         if late < OWN_STALL {
             self.follow(PathEvent::Tick);

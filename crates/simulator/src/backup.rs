@@ -14,8 +14,8 @@ use std::time::Duration;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{Kind, Message, WireError};
 use understudy_protocol::{
-    Backup, BackupPhase, CardFrames, Carried, Epoch, EpochEnd, Generation, Ownership, PathEvent,
-    StagedEpoch, Staging, TICK, Time,
+    Backup, BackupPhase, Beats, CardFrames, Carried, Epoch, EpochEnd, Generation, Ownership,
+    PathEvent, StagedEpoch, Staging, TICK, Time,
 };
 use understudy_session::backup::{self, Awaited, Effect, Errand, Event as BackupEvent, Word};
 use understudy_session::hand_back::WinnersWord;
@@ -70,7 +70,7 @@ pub struct Standby {
     /// Its guest could not be started.
     pub(crate) never_started: bool,
     next_tick: Time,
-    next_beat: Time,
+    beats: Beats,
     /// Messages that it has applied, and of how many its primary has heard, which hears nothing else of it.
     pub(crate) worked: u64,
     told_work: u64,
@@ -160,7 +160,7 @@ impl World {
             lost_writes: false,
             never_started: false,
             next_tick: self.now,
-            next_beat: self.now,
+            beats: Beats::new(self.schedule.heartbeat_interval(), self.now),
             worked: 0,
             told_work: 0,
             broken: false,
@@ -362,14 +362,11 @@ impl World {
 
     /// Heartbeat and tick; after a stall of its own the peer's messages come first.
     pub(crate) fn backup_beat(&mut self, host: HostId, id: SessionId) {
-        let (now, interval) = (self.now, self.schedule.heartbeat_interval());
+        let now = self.now;
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         let punctual = now <= standby.next_tick + super::world::OWN_STALL;
         standby.next_tick = now + TICK;
-        let is_due = now >= standby.next_beat;
-        if is_due {
-            standby.next_beat = now + interval;
-        }
+        let is_due = standby.beats.are_due(now);
         let over = standby.core.may_hang_up(0);
         for heartbeat in standby.ways.open() {
             if over {

@@ -17,8 +17,8 @@ use understudy_protocol::repair::RepairEvent;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{Kind, Message};
 use understudy_protocol::{
-    Behind, Epoch, EpochDigest, Generation, Headway, PathEvent, PathIndex, Primary, PrimaryAction,
-    PrimaryPhase, Rendezvous, TICK, Time,
+    Beats, Behind, Epoch, EpochDigest, Generation, Headway, PathEvent, PathIndex, Primary,
+    PrimaryAction, PrimaryPhase, Rendezvous, TICK, Time,
 };
 use understudy_session::primary::{Effect, Event as PrimaryEvent, Lead};
 
@@ -77,7 +77,7 @@ pub struct Session {
     /// Time of the last acknowledgement.
     acknowledged: Time,
     next_tick: Time,
-    next_beat: Time,
+    beats: Beats,
 }
 
 impl Session {
@@ -129,7 +129,7 @@ impl World {
             work: 0,
             acknowledged: now,
             next_tick: now,
-            next_beat: now,
+            beats: Beats::new(self.schedule.heartbeat_interval(), now),
         });
         self.note(host, || format!("protects the VM on {}", dialled.peer));
         self.primary_event(host, id, PrimaryEvent::Ready);
@@ -176,15 +176,11 @@ impl World {
 
     /// Heartbeat and tick; after a stall of its own the peer's messages come first.
     pub(crate) fn primary_beat(&mut self, host: HostId, id: SessionId) {
-        let (now, interval) = (self.now, self.schedule.heartbeat_interval());
+        let now = self.now;
         let Some(session) = self.hosts[host.0].session(id) else { return };
         let punctual = now <= session.next_tick + super::world::OWN_STALL;
         session.next_tick = now + TICK;
-        let mut beats = Vec::new();
-        if now >= session.next_beat {
-            session.next_beat = now + interval;
-            beats = session.ways.open();
-        }
+        let beats = if session.beats.are_due(now) { session.ways.open() } else { Vec::new() };
         for heartbeat in beats {
             self.send(host, heartbeat, Message::new(Kind::Heartbeat, Epoch(0), Vec::new()));
         }

@@ -312,7 +312,7 @@ impl Host {
         let place = Place { claim, close, listening, begins_by, following: 0, end: None };
         places.of.insert(vm.clone(), place);
         drop(places);
-        self.vms.change(|all| all.turns_of_keepers += 1);
+        self.vms.tell_of_keepers();
         Ok(())
     }
 

@@ -36,11 +36,11 @@ use understudy_report::upgrade::KeeperReplacement;
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Pause before another keeper is started for a guest that stands still.
 const AGAIN: Duration = Duration::from_secs(1);
-/// Time in which a custodian that speaks with a keeper just then is asked again.
-const CUSTODIAN_PATIENCE: Duration = Duration::from_secs(2);
-const CUSTODIAN_PAUSE: Duration = Duration::from_millis(50);
 /// The same after one that says that no keeper of this program can go on with it.
 const RARELY: Duration = Duration::from_secs(60);
+/// Time in which a custodian that speaks with a keeper just then is asked again, and the pause before.
+const CUSTODIAN_PATIENCE: Duration = Duration::from_secs(2);
+const CUSTODIAN_PAUSE: Duration = Duration::from_millis(50);
 
 /// Reason why no keeper goes on with a guest.
 enum NotTaken {

@@ -57,7 +57,7 @@ impl Word {
 
     /// Tells all that wait.
     pub fn tell(&self) {
-        self.vms.change(|all| all.turns_of_keepers += 1);
+        self.vms.tell_of_keepers();
     }
 
     /// Waits for what this was not told yet. If more is about to come, of which nobody tells, for as long as there is between

@@ -94,7 +94,7 @@ fn keep(host: &Weak<Host>, errands: &Errands, mut watchdog: Petter) {
         }
         let pause = if vms.is_empty() && !watchdog.is_armed() { IDLE } else { LOOK };
         drop((vms, host));
-        stillness = Stillness::new(now, pause);
+        stillness.expect_within(pause);
         watchdog.pet(pause);
     }
 }
