@@ -18,6 +18,7 @@ pub use options::SceneOptions;
 use crate::etcd::Etcd;
 use crate::host::{ArbiterKind, HostOptions, HostProcess, issue_certificates};
 use crate::lab::{GUEST_ADDRESS, Lab};
+use crate::leftovers::Leftovers;
 use crate::records::RecordClient;
 use crate::shell::GuestShell;
 use crate::wait::await_servers;
@@ -39,6 +40,7 @@ const SECOND_CLIENT: &str = "10.78.0.100/24";
 
 /// Time for a backup to run the guest after a failure.
 const TAKE_OVER_LIMIT: Duration = Duration::from_secs(120);
+const TAPS_VANISH_WITHIN: Duration = Duration::from_secs(2);
 
 /// A laboratory with daemons and the files of a guest. Dropping it kills and
 /// removes everything; [`finish`](Scene::finish) also proves that nothing was
@@ -285,13 +287,23 @@ impl Scene {
             }
         }
         drop(self.etcd.take());
-        let left = self.lab.leftovers()?;
+        let left = self.leftovers()?;
         ensure!(left.is_empty(), "the daemons left behind:\n{left}\n{}", self.diagnostics());
         let name = self.lab.name().clone();
         drop(self);
         let left = name.leftovers()?;
         ensure!(left.is_empty(), "the laboratory left behind:\n{left}");
         Ok(())
+    }
+
+    /// What the daemons left behind. The kernel has its time to close what they held: a process
+    /// counts as ended before its last thread has let go of a tap.
+    fn leftovers(&self) -> Result<Leftovers> {
+        let no_tap = || Ok(self.lab.leftovers()?.interfaces.is_empty().then_some(()));
+        if let Err(error) = wait_for("the taps to vanish", TAPS_VANISH_WITHIN, no_tap) {
+            eprintln!("{error:#}");
+        }
+        self.lab.leftovers()
     }
 }
 

@@ -128,6 +128,8 @@ pub struct HostFile {
     pub name: HostName,
     /// Addresses at which its peers reach it.
     pub listen: Vec<SocketAddr>,
+    /// Whether VMs have processes of their own, which outlive the daemon.
+    pub keepers: bool,
     /// The arbiter.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub arbiter: Option<ArbiterSettings>,
@@ -297,6 +299,7 @@ mod tests {
         let mut file = HostFile {
             name: literal("a"),
             listen: addresses(&["10.0.0.1:7700"]),
+            keepers: true,
             arbiter: Some("http://10.0.0.9:2379, http://10.0.0.8:2379".parse().unwrap()),
             peers: BTreeMap::from([(literal("b"), addresses(&["10.0.0.2:1", "10.1.0.2:1"]))]),
             tls,
@@ -305,6 +308,7 @@ mod tests {
         assert_eq!(HostConfig::load(&path).unwrap(), config);
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         assert_eq!(config.peers["b"].len(), 2);
+        assert!(config.keepers);
         assert_eq!(ArbiterSettings::from(&config.arbiter.unwrap()).paths(), [] as [&Path; 0]);
         assert!(file.create(&path).unwrap_err().message.contains("exists"));
         assert_eq!(refuse_overwriting(&path).unwrap_err().kind, ErrorKind::Conflict);

@@ -108,6 +108,7 @@ impl Plan {
         HostFile {
             name: name.clone(),
             listen: vec![self.address],
+            keepers: true,
             arbiter,
             peers: BTreeMap::new(),
             tls: TlsSection {

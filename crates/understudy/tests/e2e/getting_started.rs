@@ -223,7 +223,6 @@ fn under_systemd_a_vm_with_keepers_outlives_restarts_kills_and_upgrades_of_the_s
         site.follow(step).with_context(|| format!("{step:?}"))?;
     }
     for host in [&site.a, &site.b] {
-        host.call("sed -i '1i keepers = true' /etc/understudy/host.toml")?;
         // Of a machine that stands still for a second nothing is asked here.
         let calm = "[detection]\\ntimeout_ms = 3000\\nqemu_timeout_ms = 10000\\n";
         host.call(&format!("printf '{calm}' >> /etc/understudy/host.toml"))?;

@@ -115,6 +115,9 @@ impl Site<'_> {
             let status: Value = serde_json::from_slice(&output.stdout)?;
             Ok((status["protection"]["state"] == "protected").then_some(()))
         })?;
+        // A host that is set up this way has its VMs outlive its daemon.
+        let status: Value = serde_json::from_str(&self.call(&["status", vm, "--json"])?)?;
+        ensure!(status["keeper_pid"].is_u64(), "{vm} has no keeper: {status}");
         self.call(&["unprotect", vm])?;
         self.call(&["vm", "stop", vm, "--force"]).map(drop)
     }
