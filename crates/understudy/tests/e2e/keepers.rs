@@ -34,9 +34,15 @@ const MOST_OF_KEEPER: u64 = 9;
 pub fn with_keepers() -> SceneOptions {
     let mut options = SceneOptions { memory_mib: 256, ..options().calm() };
     for host in ["a", "b"] {
-        let daemon = daemon().calm();
-        let settings = format!("keepers = true\n{}", daemon.settings);
-        options.daemons.insert(host.to_owned(), HostOptions { settings, ..daemon });
+        options.daemons.insert(host.to_owned(), daemon().calm());
+    }
+    in_keepers(options)
+}
+
+/// The same, with a keeper for each VM on every host.
+pub fn in_keepers(mut options: SceneOptions) -> SceneOptions {
+    for daemon in options.daemons.values_mut() {
+        daemon.settings = format!("keepers = true\n{}", daemon.settings);
     }
     options
 }
