@@ -44,7 +44,7 @@ pub use api::{Access, ApiConfig};
 pub use arbiter::{ArbiterConfig, EtcdConfig, EtcdEndpoints, EtcdTls};
 pub(crate) use cluster::MOST_MEMBERS;
 pub use cluster::{ClusterConfig, Schedule};
-pub(crate) use detection::LONGEST_LEASE;
+pub use detection::LONGEST_LEASE;
 pub use ending::Ending;
 pub use groups::Groups;
 use understudy_protocol::{GroupName, HostName};

@@ -20,7 +20,7 @@ const DEFAULT_LEASE_SECONDS: u64 = 15;
 const LONGEST_LEASE_SECONDS: u64 = 600;
 const LEASE_SECONDS: RangeInclusive<u64> = 4..=LONGEST_LEASE_SECONDS;
 /// The longest lease that a host can have.
-pub(crate) const LONGEST_LEASE: Duration = Duration::from_secs(LONGEST_LEASE_SECONDS);
+pub const LONGEST_LEASE: Duration = Duration::from_secs(LONGEST_LEASE_SECONDS);
 
 #[derive(Default, Deserialize)]
 #[serde(deny_unknown_fields)]

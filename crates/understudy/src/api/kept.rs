@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_client::{Client, Failure, FailureKind, Subject};
 use understudy_daemon::Host;
+use understudy_daemon::config::LONGEST_LEASE;
 use understudy_daemon::keeper::Keeper;
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::{CheckedDefinition, VmDefinition};
@@ -36,8 +37,8 @@ use understudy_threads::inherit;
 const PATIENCE: Duration = Duration::from_secs(2);
 /// Keepers that are asked at the same time, at most.
 const AT_ONCE: usize = 16;
-/// Time for a keeper to start a VM: what comes up next is held up by one that hangs.
-const START_PATIENCE: Duration = Duration::from_secs(60);
+/// Time for a keeper to start a VM, beside the lease of a silent host that it may wait for.
+const START_PATIENCE: Duration = LONGEST_LEASE.saturating_add(Duration::from_secs(60));
 /// Time for a keeper whose VM has ended to end, and between two looks at that.
 const END_PATIENCE: Duration = Duration::from_secs(10);
 const END_LOOK: Duration = Duration::from_millis(10);
