@@ -215,7 +215,9 @@ impl HostProcess {
     /// The same, if this host has the VM at this moment.
     pub fn known(&self, vm: &str) -> Result<Option<Value>> {
         let status = self.ask().map_err(|failure| {
-            anyhow!("host {} does not tell its status: {}", self.name, failure.message)
+            let end = processes::end_of(self.pid());
+            let end = end.map(|end| format!("; its daemon has ended, {end}")).unwrap_or_default();
+            anyhow!("host {} does not tell its status: {}{end}", self.name, failure.message)
         })?;
         let mut vms = status["vms"].as_array().into_iter().flatten();
         Ok(vms.find(|entry| entry["name"] == vm).cloned())

@@ -6,6 +6,8 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, SysconfVar, sysconf};
 use std::collections::BTreeMap;
 use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::process::ExitStatus;
 use std::time::Duration;
 
 /// Time for stopped processes to stand still.
@@ -39,6 +41,13 @@ pub(crate) fn subtree(root: u32) -> Result<Vec<u32>> {
 /// Whether a process still executes (a zombie does not).
 pub(crate) fn runs(pid: u32) -> bool {
     state_and_parent(pid).is_some_and(|(state, _)| !matches!(state, 'Z' | 'X'))
+}
+
+/// How a child has ended that was not waited for yet. The status is the last field of its stat.
+pub(crate) fn end_of(pid: u32) -> Option<ExitStatus> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let status = fields(&stat)?.last()?.parse().ok()?;
+    (!runs(pid)).then(|| ExitStatus::from_raw(status))
 }
 
 /// State and parent of a process from `/proc/PID/stat`.
