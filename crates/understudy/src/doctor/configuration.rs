@@ -224,7 +224,10 @@ fn take_over(config: &HostConfig, peer: &ProbeAnswer) -> Check {
             let vms = peer.protected.len();
             Check::ok(
                 &name,
-                format!("the same; {vms} VMs protected to this host could be taken over"),
+                format!(
+                    "the same; it has the right records of the {vms} VMs that are protected to this host, or were \
+                     last, and takes new ones"
+                ),
             )
         }
         Err(error) => {
