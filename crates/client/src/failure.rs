@@ -3,6 +3,7 @@
 use crate::output;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use std::io::{self, Write};
 use std::process::ExitCode;
 use understudy_report::{ErrorKind, HostError};
 
@@ -86,7 +87,8 @@ impl Failure {
     /// Tells the user of `program`; returns the exit code.
     pub fn report(self, program: &str, json: bool) -> ExitCode {
         let exit = self.exit();
-        eprintln!("{program}: {}", self.message);
+        // Nothing can be said if the terminal is gone, and it is no other failure for that.
+        let _ = writeln!(io::stderr(), "{program}: {}", self.message);
         if json {
             // Nothing more can be said if stdout is gone.
             let _ = output::json(&ErrorBody { error: self });

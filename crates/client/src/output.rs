@@ -67,6 +67,9 @@ pub fn start_log(wanted: Option<&str>, default: &str) {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(io::stderr)
+        // That a line cannot be written would be told on stderr, where it cannot be written either: a panic. Who outlives its
+        // terminal, or whoever reads its log, goes on without one.
+        .log_internal_errors(false)
         .with_ansi(io::stderr().is_terminal())
         .with_target(false)
         .init();

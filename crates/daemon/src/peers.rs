@@ -76,7 +76,7 @@ fn run(host: &Weak<Host>) {
                 None
             }
             Ok(false) => None,
-            Err(error) => Some(format!("the changed configuration is not used: {error}")),
+            Err(error) => Some(unused(host.config.keepers, &error)),
         };
         let before = std::mem::replace(&mut host.findings.lock().peers.problem, problem.clone());
         if let Some(problem) = problem.filter(|problem| before.as_ref() != Some(problem)) {
@@ -87,9 +87,27 @@ fn run(host: &Weak<Host>) {
     }
 }
 
+/// Words on a changed file with an error. This daemon goes on with what it has read, and a keeper would begin with the file.
+fn unused(keepers: bool, error: &str) -> String {
+    let until_then = match keepers {
+        true => ", and until it is corrected no VM starts in a keeper",
+        false => "",
+    };
+    format!("the changed configuration is not used{until_then}: {error}")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_an_error_in_the_file_costs_is_said() {
+        let plain = "the changed configuration is not used: host.toml:1: name";
+        assert_eq!(unused(false, "host.toml:1: name"), plain);
+        assert!(
+            unused(true, "host.toml:1: name").contains("no VM starts in a keeper: host.toml:1")
+        );
+    }
 
     #[test]
     fn peers_are_those_of_the_file() {

@@ -3,6 +3,7 @@
 
 use crate::config::{ArbiterConfig, HostConfig};
 use crate::host::{Host, identify};
+use crate::keeper::Keeper;
 use crate::vm::PrimaryVm;
 use crate::{expiry, membership};
 use serde::{Deserialize, Serialize};
@@ -13,6 +14,7 @@ use understudy_arbiter::etcd::Etcd;
 use understudy_arbiter::{Arbiter, ArbiterName};
 use understudy_link::link::Link;
 use understudy_protocol::Generation;
+use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{Kind, LEAST_WIRE_VERSION};
 use understudy_protocol::{HostName, VmName};
 use understudy_qemu::VmDefinition;
@@ -34,7 +36,8 @@ pub struct ProbeAnswer {
     /// The arbiter that it uses, if it reaches one.
     #[serde(default)]
     pub arbiter: Option<ArbiterName>,
-    /// The VMs that it protects to the host that asks, and their generations, as the arbiter has them.
+    /// The VMs that it protects to the host that asks, or of those in keepers did last, and their generations, as the
+    /// arbiter has them.
     #[serde(default)]
     pub protected: Vec<(VmName, Generation)>,
     /// All its versions; none of wire version 17.
@@ -97,7 +100,8 @@ impl Host {
             vm.active_session().filter(|session| session.peer == *asker)?;
             Some((vm.name().to_owned(), vm.generation()))
         };
-        let protected = self.running().into_iter().filter_map(owned).collect();
+        let mut protected: Vec<_> = self.running().into_iter().filter_map(owned).collect();
+        protected.extend(self.keepers().iter().filter_map(|it| self.kept_for(it, asker)));
         let answer = ProbeAnswer {
             host: self.config.name.clone(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -106,6 +110,14 @@ impl Host {
             versions: Some(self.versions()),
         };
         link.send_json(Kind::Welcome, &answer)
+    }
+
+    /// A keeper's VM that runs and was last protected to the host that asks, if it is to be protected; no keeper is asked.
+    fn kept_for(&self, keeper: &Keeper, asker: &HostName) -> Option<(VmName, Generation)> {
+        let record = self.record(&keeper.vm).ok()??;
+        let runs = record.image.role == ImageRole::Active && record.wish.is_some();
+        let is_meant = runs && record.peer.as_ref() == Some(asker);
+        is_meant.then(|| (keeper.vm.clone(), record.image.generation))
     }
 }
 

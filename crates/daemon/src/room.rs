@@ -12,6 +12,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use understudy_machine::Machine;
+use understudy_memory::GuestRam;
 use understudy_protocol::VmName;
 use understudy_replication::handshake::{FileOffer, FileRole, Offer};
 use understudy_replication::primary::EPOCH_DISK_BYTES;
@@ -104,17 +105,21 @@ impl Host {
             room.untaken += ram.bytes().saturating_sub(ram.resident_bytes()?);
             room.untaken += BESIDE_BYTES.saturating_sub(beside);
         }
-        let mut by_keeper: BTreeMap<Option<u32>, u64> = BTreeMap::new();
+        let mut by_keeper: BTreeMap<Option<u32>, Bytes> = BTreeMap::new();
         let mut kept = BTreeSet::new();
         for keeper in self.keepers() {
             let Some(definition) = self.kept_definition(&keeper) else { continue };
             kept.insert(keeper.vm.clone());
             room.vms += 1;
-            *by_keeper.entry(keeper.pid).or_default() += definition.memory.bytes() + BESIDE_BYTES;
+            let promised = by_keeper.entry(keeper.pid).or_default();
+            promised.guests += definition.memory.bytes();
+            promised.beside += BESIDE_BYTES;
         }
         for (keeper, promised) in by_keeper {
-            room.promised += promised;
-            room.untaken += promised.saturating_sub(keeper.map_or(0, taken_by_children));
+            let taken = keeper.map(taken_by).unwrap_or_default();
+            room.promised += promised.guests + promised.beside;
+            room.untaken += promised.guests.saturating_sub(taken.guests);
+            room.untaken += promised.beside.saturating_sub(taken.beside);
         }
         for expected in self.arrivals.all() {
             let name = &expected.definition.name;
@@ -139,15 +144,24 @@ impl Host {
     }
 }
 
-/// Bytes that the QEMUs of a keeper have taken; what cannot be read is not taken yet.
-fn taken_by_children(keeper: u32) -> u64 {
+/// Memory of a keeper's VMs.
+#[derive(Clone, Copy, Debug, Default)]
+struct Bytes {
+    guests: u64,
+    beside: u64,
+}
+
+/// Bytes that a keeper's VMs have taken; what cannot be read is not taken yet. A backup's memory is written by its keeper,
+/// so that its QEMU has mapped next to nothing of it.
+fn taken_by(keeper: u32) -> Bytes {
     let threads = fs::read_dir(format!("/proc/{keeper}/task")).into_iter().flatten().flatten();
     let children = threads.filter_map(|it| fs::read_to_string(it.path().join("children")).ok());
-    let of_one = |child: &str| -> u64 {
+    let of_one = |child: &str| {
         let status = PathBuf::from(format!("/proc/{child}/status"));
-        ["RssShmem:", "RssAnon:"].iter().filter_map(|name| kib_field(&status, name).ok()).sum()
+        kib_field(&status, "RssAnon:").unwrap_or(0)
     };
-    children.map(|list| list.split_whitespace().map(of_one).sum::<u64>()).sum()
+    let beside = children.map(|list| list.split_whitespace().map(of_one).sum::<u64>()).sum();
+    Bytes { guests: GuestRam::bytes_held_by(keeper), beside }
 }
 
 /// Bytes that a mirror of the offered VM begins with.
@@ -262,6 +276,7 @@ fn kib_field(file: &Path, name: &str) -> anyhow::Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use understudy_protocol::PageIndex;
     use understudy_report::events::EventKind;
 
     const GIB: u64 = 1 << 30;
@@ -336,6 +351,16 @@ mod tests {
         for part in ["no space", "take 100 MiB", "host b has 110 MiB left in /var/lib"] {
             assert!(words.contains(part), "{words}");
         }
+    }
+
+    /// A backup's memory is written by its keeper, and a replaced keeper's QEMU is not its child: counted by what QEMUs have
+    /// mapped, the memory of both was still promised when it was taken.
+    #[test]
+    fn a_guests_memory_is_taken_whoever_has_written_it() {
+        let (ram, before) = (GuestRam::create(8 * MIB).unwrap(), taken_by(std::process::id()));
+        ram.write(PageIndex(0), &vec![1; 4 << 20]);
+        let taken = taken_by(std::process::id()).guests - before.guests;
+        assert_eq!(taken, 4 * MIB, "of those that are there, whatever else this process has");
     }
 
     #[test]

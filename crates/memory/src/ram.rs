@@ -9,10 +9,19 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::stat::fstat;
 use nix::sys::uio::pread;
 use nix::unistd::{Whence, ftruncate, lseek};
+use std::collections::BTreeMap;
+use std::fs;
 use std::io;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use understudy_protocol::{PAGE_SIZE, PageIndex, PageRun};
+
+/// Unit in which the kernel counts what a file takes up, whatever the file system's block size.
+const BLOCK_BYTES: u64 = 512;
+
+/// Name of such memory, by which it is found among what a process has open.
+const NAME: &str = "understudy-guest-ram";
 
 /// The guest's main memory.
 ///
@@ -54,7 +63,7 @@ impl GuestRam {
         // The kernel's huge pages are not asked for: they would make a 2 MiB unit of every
         // first write, on both hosts.
         let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
-        let memfd = memfd_create("understudy-guest-ram", flags)?;
+        let memfd = memfd_create(NAME, flags)?;
         let length = i64::try_from(bytes).map_err(|_| Errno::EFBIG)?;
         ftruncate(&memfd, length)?;
         let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
@@ -103,8 +112,23 @@ impl GuestRam {
             bytes: self.bytes,
             source: e.into(),
         })?;
-        // The kernel counts in units of 512 bytes, whatever the block size.
-        Ok(status.st_blocks as u64 * 512)
+        Ok(status.st_blocks as u64 * BLOCK_BYTES)
+    }
+
+    /// Bytes that the memory of all guests which a process has open takes up now, whoever has written it. What cannot be
+    /// looked at counts as nothing.
+    pub fn bytes_held_by(process: u32) -> u64 {
+        let link = format!("/memfd:{NAME}");
+        let open = fs::read_dir(format!("/proc/{process}/fd")).into_iter().flatten().flatten();
+        let of_guests = open.map(|entry| entry.path()).filter(|path| {
+            fs::read_link(path).is_ok_and(|target| target.to_string_lossy().starts_with(&link))
+        });
+        // It may be open more than once.
+        let by_inode: BTreeMap<u64, u64> = of_guests
+            .filter_map(|path| fs::metadata(path).ok())
+            .map(|found| (found.ino(), found.blocks() * BLOCK_BYTES))
+            .collect();
+        by_inode.into_values().sum()
     }
 
     /// The runs of pages that have content, in order; all other pages are zero.

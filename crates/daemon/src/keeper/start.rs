@@ -5,6 +5,7 @@ use super::order::{Follower, Order};
 use super::view::{self, Files};
 use super::{Keeper, SOCKET};
 use crate::arrivals::Arrival;
+use crate::config::HostConfig;
 use crate::host::Host;
 use anyhow::Context;
 use nix::sys::signal::{Signal, kill};
@@ -267,6 +268,10 @@ impl Host {
         order: Option<&Order>,
         files: &Files,
     ) -> Result<Child, HostError> {
+        // It reads the file as it is now, and nobody who asked for the VM would hear what is wrong with it.
+        HostConfig::load(&self.config.file).map_err(|error| {
+            HostError::new(ErrorKind::Invalid, format!("no keeper can begin: {error}"))
+        })?;
         // Also if the program's file was replaced by another version.
         let mut command = Command::new("/proc/self/exe");
         command

@@ -79,9 +79,10 @@ fn webhook(config: &HostConfig) -> Option<Check> {
     })
 }
 
-/// Checks the watchdog, which is not opened: that would arm it.
+/// Checks the watchdog, which is not opened: that would arm it. Beside keepers it is refused.
 fn watchdog(device: &Path, config: &HostConfig) -> Option<Check> {
-    if config.watchdog.is_some() || config.lease.is_zero() || !device.exists() {
+    let is_settled = config.watchdog.is_some() || config.keepers || config.lease.is_zero();
+    if is_settled || !device.exists() {
         return None;
     }
     let advice = format!(
@@ -223,7 +224,10 @@ fn take_over(config: &HostConfig, peer: &ProbeAnswer) -> Check {
             let vms = peer.protected.len();
             Check::ok(
                 &name,
-                format!("the same; {vms} VMs protected to this host could be taken over"),
+                format!(
+                    "the same; it has the right records of the {vms} VMs that are protected to this host, or were \
+                     last, and takes new ones"
+                ),
             )
         }
         Err(error) => {
@@ -261,6 +265,19 @@ mod tests {
         stranger.join().unwrap();
         let check = &peer(&config, &literal("b"), address)[0];
         assert_eq!((check.state, check.name.as_str()), (State::Note, "peer b"), "{check:?}");
+    }
+
+    /// Whoever did as he was advised had a configuration that is refused.
+    #[test]
+    fn a_watchdog_is_advised_where_it_may_be_used() {
+        let device = tempfile::NamedTempFile::new().unwrap();
+        let advised = |settings: &str| {
+            let text = format!("name = \"a\"\nlisten = \"127.0.0.1:7700\"\n{settings}");
+            let config = HostConfig::from_toml(&text, Path::new("host.toml")).unwrap();
+            watchdog(device.path(), &config).is_some()
+        };
+        assert!(advised(""));
+        assert!(!advised("keepers = true\n"), "not beside keepers");
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use crate::autostart::set_autostart;
 use crate::fencing::pass;
+use crate::keepers::{answered, in_keepers, signal_keeper};
 use crate::refusals::{log_of, quick};
 use crate::sick_hosts::await_unfit;
 use crate::stage::{
@@ -9,6 +10,7 @@ use crate::stage::{
     play_protected, protection, prove_disk, prove_survival, refusal, repairing_daemon, run,
 };
 use anyhow::{Context, Result, ensure};
+use nix::sys::signal::Signal;
 use serde_json::Value;
 use std::fs;
 use std::io::{self, Read};
@@ -275,6 +277,40 @@ fn a_daemon_that_is_restarted_at_once_waits_for_the_one_before() {
         next.wait()?;
         came?;
         scene.host_mut("a")?.terminate().map(drop)
+    });
+}
+
+/// Each line that could not be written ended who wrote it: a daemon whose terminal was gone at the first, and then the
+/// keepers that it had started.
+#[test]
+fn who_cannot_write_its_log_any_more_goes_on_without_one() {
+    play(in_keepers(quick()), |scene| {
+        scene.host_mut("a")?.terminate()?;
+        let a = scene.host("a")?;
+        let config = a.directory().join("host.toml");
+        let mut daemon = a
+            .namespace()
+            .command(env!("CARGO_BIN_EXE_understudy"))
+            .args(["host", "--config", &config.to_string_lossy()])
+            .stderr(std::process::Stdio::piped())
+            .spawn()?;
+        // Nobody reads what it says.
+        drop(daemon.stderr.take());
+        let lived = wait_for("the daemon to answer", LIMIT, || {
+            if let Some(status) = daemon.try_wait()? {
+                anyhow::bail!("the daemon has ended: {status}");
+            }
+            Ok(a.cli(["status"])?.status.success().then_some(()))
+        })
+        .and_then(|()| scene.start_guest("a"))
+        .and_then(|()| answered(scene, VM))
+        .and_then(|status| signal_keeper(&status, Signal::SIGTERM))
+        .and_then(|()| await_forgotten(scene, "a"));
+        run("kill", &["-TERM", &daemon.id().to_string()])?;
+        let ended = daemon.wait()?;
+        lived?;
+        ensure!(ended.success(), "{ended}");
+        Ok(())
     });
 }
 

@@ -1,5 +1,6 @@
 //! `understudy doctor` with a host's configuration: the peers and the arbiter, tried as a daemon would.
 
+use crate::keepers::in_keepers;
 use crate::refusals::{log_of, quick};
 use crate::stage::{play, run};
 use anyhow::{Context, Result, ensure};
@@ -74,7 +75,7 @@ fn peers_are_asked_as_a_daemon_would() {
         ensure!(after == before, "the look left warnings: {after:?}");
         scene.protected_guest("b", "a")?;
         let (state, detail, _) = examine(scene, &config, "arbiter with b")?;
-        ensure!(state == "ok" && detail.contains("1 VMs protected"), "{state}: {detail}");
+        ensure!(state == "ok" && detail.contains("the 1 VMs"), "{state}: {detail}");
         // A directory of its own where the shared one should be mounted.
         let (state, detail, failed) =
             examine(scene, &elsewhere(scene, &config)?, "arbiter with b")?;
@@ -94,6 +95,22 @@ fn peers_are_asked_as_a_daemon_would() {
             let (state, detail, _) = examine(scene, &config, controller)?;
             ensure!(["ok", "note"].contains(&&*state), "{state}: {detail}");
         }
+        Ok(())
+    });
+}
+
+/// The peer named VMs of its own process alone, so that of those in keepers nothing was tried.
+#[test]
+fn what_keepers_protect_is_tried_as_well() {
+    play(in_keepers(quick()), |scene| {
+        let config = scene.host("a")?.directory().join("host.toml");
+        scene.start_guest("b")?;
+        let (state, detail, _) = examine(scene, &config, "arbiter with b")?;
+        ensure!(state == "ok" && detail.contains("the 0 VMs"), "{state}: {detail}");
+        scene.protect("b", "a")?;
+        scene.await_protected("b", |_| ())?;
+        let (state, detail, _) = examine(scene, &config, "arbiter with b")?;
+        ensure!(state == "ok" && detail.contains("the 1 VMs"), "{state}: {detail}");
         Ok(())
     });
 }

@@ -1,9 +1,9 @@
 //! VMs that `recover` or a restore starts in a keeper: their daemon may die, as that of others.
 
-use crate::keepers::{kept, told, with_keepers};
+use crate::keepers::{in_keepers, kept, told, with_keepers};
 use crate::lazy::{HeldStore, restore_lazily, saved};
 use crate::recover::lose;
-use crate::refusals::{definition, says, write};
+use crate::refusals::{definition, quick, says, write};
 use crate::snapshot::{json, number, prove_restored, store};
 use crate::stage::{LIMIT, await_forgotten, play, play_protected, prove_disk, refusal, refused};
 use anyhow::{Context, Result, ensure};
@@ -11,6 +11,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 use std::fs;
+use std::path::PathBuf;
 use std::process::Child;
 use understudy_lab::scene::{GuestKind, VM};
 use understudy_lab::{Scene, SceneOptions, wait_for};
@@ -295,5 +296,37 @@ fn an_order_that_is_none_starts_no_keeper() {
             ensure!(code == 2 && words.contains("--order"), "{code}: {words}");
         }
         await_forgotten(scene, "a")
+    });
+}
+
+/// A keeper reads the file as it is when it begins: it ended, and its daemon knew no more than the status with which.
+#[test]
+fn a_configuration_that_no_keeper_can_read_is_named_and_once_it_is_right_they_begin() {
+    play(in_keepers(quick()), |scene| {
+        let wrong = |host: &str| -> Result<(PathBuf, String)> {
+            let file = scene.host(host)?.directory().join("host.toml");
+            let sound = fs::read_to_string(&file)?;
+            fs::write(&file, format!("nonsense = 1\n{sound}"))?;
+            Ok((file, sound))
+        };
+        let named = ["no keeper can begin", "host.toml:1", "nonsense"];
+        let (file, sound) = wrong("a")?;
+        let start = ["vm", "start", &*scene.definition().to_string_lossy()];
+        let (code, words) = refusal(scene.host("a")?, &start)?;
+        ensure!(code == 1, "{code}: {words}");
+        says(&words, &named)?;
+        wait_for("the status to say it", LIMIT, || {
+            let status = scene.host("a")?.cli(&["status"])?;
+            let status = String::from_utf8_lossy(&status.stdout).into_owned();
+            Ok((status.contains("WRONG: ") && status.contains("no VM starts in a keeper"))
+                .then_some(()))
+        })?;
+        fs::write(&file, sound)?;
+        scene.host("a")?.call(start)?;
+        let (file, sound) = wrong("b")?;
+        let (_, words) = refusal(scene.host("a")?, &["protect", VM, "--to", "b"])?;
+        says(&words, &named)?;
+        fs::write(&file, sound)?;
+        scene.protect("a", "b")
     });
 }
