@@ -2,6 +2,7 @@
 //! what the keeper tells is told on.
 
 mod relay;
+mod together;
 
 pub use relay::follow;
 
@@ -13,6 +14,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
+use together::{Together, together};
 use tracing::warn;
 use understudy_client::{Client, Failure, FailureKind, Subject};
 use understudy_daemon::Host;
@@ -285,21 +287,16 @@ impl Control for Routed {
         name: &GroupName,
         request: GroupRequest,
     ) -> Result<Vec<VmStatus>, HostError> {
-        let keepers: Vec<Option<Keeper>> =
-            request.vms.iter().map(|vm| self.0.keeper_of(vm)).collect();
-        let Some(first) = keepers.iter().flatten().next() else {
-            return self.0.protect_group(name, request);
-        };
-        let is_shared =
-            |keeper: &Option<Keeper>| keeper.as_ref().is_some_and(|other| other.pid == first.pid);
-        match keepers.iter().all(is_shared) {
-            true => {
-                let order = |keeper: &Client| keeper.protect_group(name, &request);
-                let told = ask(&first.vm, first.reachable()?, order)?;
+        let places = request.vms.iter().map(|vm| (vm, self.place_of_member(name, vm)));
+        match together(name, places) {
+            Together::InDaemon => self.0.protect_group(name, request),
+            Together::In(keeper) => {
+                let order = |client: &Client| client.protect_group(name, &request);
+                let told = ask(&keeper.vm, keeper.reachable()?, order)?;
                 let own = request.vms.iter().zip(told).map(|(vm, told)| of_its_own(vm, told));
                 own.collect()
             }
-            false => Err(not_together(&first.vm)),
+            Together::Not(error) => Err(error),
         }
     }
     fn unprotect(&self, name: &VmName) -> Result<VmStatus, HostError> {
@@ -375,15 +372,6 @@ impl Control for Routed {
 
 fn starting(vm: &VmName) -> HostError {
     let message = format!("{vm} is about to come up in its keeper: try again");
-    HostError::new(ErrorKind::Conflict, message)
-}
-
-/// The error that VMs do not share a keeper, as those of a group do.
-fn not_together(vm: &VmName) -> HostError {
-    let message = format!(
-        "{vm} runs in a keeper that it does not share with all of them: stop them, name them under [groups] in the \
-         host's configuration, restart the daemon and start them again"
-    );
     HostError::new(ErrorKind::Conflict, message)
 }
 
