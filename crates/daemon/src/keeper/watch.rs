@@ -174,13 +174,25 @@ impl Host {
                 self.vms.put_if(vm, Vm::Fenced(Arc::new(lost)), |there| there.is_none());
             }
         }
+        self.clear_up_after(&note);
+    }
+
+    /// Undoes what a VM's last keeper has left, whose end is told already. To be called under the lock `adding`.
+    pub(super) fn clear_up_after_last(&self, vm: &VmName) {
+        if let Some(note) = self.known_ends.last_note(vm, &vm.below(&self.config.state_dir)) {
+            self.clear_up_after(&note);
+        }
+    }
+
+    fn clear_up_after(&self, note: &Note) {
+        let vm = &note.vm;
         self.end_dead_restore(vm);
         self.forget_insistence(vm);
         if let Ok(Some(record)) = self.record(vm) {
             self.seal_left_lists(&record);
         }
         // Not before: whoever asks meanwhile is told of it either way.
-        self.forget_note(&note);
+        self.forget_note(note);
     }
 
     /// A VM that this host has lost with its keeper, of which nobody has taken notice yet.

@@ -1,6 +1,7 @@
 //! VMs that have a keeper: what the daemon's API is asked about one goes to the keeper's own, and
 //! what the keeper tells is told on.
 
+mod cut;
 mod relay;
 mod together;
 
@@ -15,7 +16,6 @@ use std::sync::Arc;
 use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 use together::{Together, together};
-use tracing::warn;
 use understudy_client::{Client, Failure, FailureKind, Subject};
 use understudy_daemon::Host;
 use understudy_daemon::keeper::Keeper;
@@ -72,11 +72,7 @@ impl Routed {
     ) -> Result<T, HostError> {
         let Some(found) = self.0.keeper_of(vm) else { return daemon(&self.0) };
         let done = ask(vm, found.reachable()?, keeper)?;
-        // Its last words may be half written.
-        let is_there = |now: Keeper| now.pid.is_none() || now.pid == found.pid;
-        if !comes_true(|| !self.0.keeper_of(vm).is_some_and(is_there)) {
-            warn!(%vm, "it has ended, and its keeper has not yet");
-        }
+        self.await_end(&found);
         Ok(done)
     }
 
@@ -190,7 +186,15 @@ fn understood<T>(vm: &VmName, answer: Result<T, Failure>) -> Result<T, HostError
             let message = format!("the keeper of {vm} does not answer: {}", failure.message);
             HostError::new(ErrorKind::Unreachable, message)
         }
+        FailureKind::DaemonSilent => HostError::new(ErrorKind::Unreachable, silent(vm)),
     })
+}
+
+fn silent(vm: &VmName) -> String {
+    format!(
+        "the keeper of {vm} does not answer: it hangs, or waits, and its guest may go on; `understudy vm stop {vm} --force` \
+         ends both (`understudy status {vm}` has its process)"
+    )
 }
 
 impl Control for Routed {
@@ -256,11 +260,12 @@ impl Control for Routed {
         if is_between || self.0.is_awaited(name) && !is_left {
             return self.0.vm_stop(name, force);
         }
-        let stop = self.ended(
-            name,
-            |keeper| keeper.vm_stop(name, force),
-            |host| host.vm_stop(name, force),
-        );
+        let stop = match force {
+            true => self.cut(name),
+            false => {
+                self.ended(name, |it| it.vm_stop(name, force), |host| host.vm_stop(name, force))
+            }
+        };
         stop.map_err(|error| match error.kind {
             ErrorKind::NotFound if is_left => starting(name),
             _ => error,
