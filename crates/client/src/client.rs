@@ -325,7 +325,7 @@ impl Client {
              restart it ends those without a keeper on this host: protected ones go on at their backups",
             limit.as_secs()
         );
-        Failure::new(FailureKind::DaemonUnreachable, message)
+        Failure::new(FailureKind::DaemonSilent, message)
     }
 
     /// Sends one request; returns the body of a successful answer.
@@ -482,7 +482,7 @@ mod tests {
         let asked = client.status().map(drop);
         let told = client.vm_start_recorded("db").map(drop);
         for failure in [asked, told].map(Result::unwrap_err) {
-            assert_eq!(failure.kind, FailureKind::DaemonUnreachable);
+            assert_eq!(failure.kind, FailureKind::DaemonSilent);
             for words in [&*socket.to_string_lossy(), "it hangs"] {
                 assert!(failure.message.contains(words), "{}", failure.message);
             }

@@ -50,6 +50,9 @@ pub enum FailureKind {
     Degraded,
     /// The daemon does not answer.
     DaemonUnreachable,
+    /// It has said nothing in time, and may live: for whoever asks it, no word of its own.
+    #[serde(rename = "daemon-unreachable", skip_deserializing)]
+    DaemonSilent,
     /// Error that the daemon, or a file, has told.
     #[serde(untagged)]
     Host(ErrorKind),
@@ -78,7 +81,7 @@ impl Failure {
         match self.kind {
             FailureKind::Usage => Exit::Usage,
             FailureKind::Degraded => Exit::Degraded,
-            FailureKind::DaemonUnreachable => Exit::NoDaemon,
+            FailureKind::DaemonUnreachable | FailureKind::DaemonSilent => Exit::NoDaemon,
             FailureKind::Host(ErrorKind::NotFound) => Exit::NotFound,
             FailureKind::Host(_) => Exit::Error,
         }
@@ -128,6 +131,7 @@ mod tests {
             (FailureKind::Usage, 2, "usage"),
             (FailureKind::Degraded, 3, "degraded"),
             (FailureKind::DaemonUnreachable, 5, "daemon-unreachable"),
+            (FailureKind::DaemonSilent, 5, "daemon-unreachable"),
             (FailureKind::Host(ErrorKind::NotFound), 4, "not-found"),
             (FailureKind::Host(ErrorKind::Invalid), 1, "invalid"),
             (FailureKind::Host(ErrorKind::Conflict), 1, "conflict"),

@@ -12,7 +12,7 @@ use crate::vm::{PrimaryVm, Vm};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_protocol::autostart::{Autostart, decide};
 use understudy_protocol::validity::ImageRole;
@@ -24,6 +24,8 @@ use understudy_report::{AwaitedStart, RecoverReport, RecoverRequest};
 
 /// Pause before what is not certain is looked at again.
 const AGAIN: Duration = Duration::from_secs(2);
+/// Time within which a VM whose keeper is killed comes up again once.
+const SELDOM: Duration = Duration::from_secs(60);
 /// Reason for which a VM waits until all hosts were asked for the first time.
 const FIRST: &str = "the hosts are being asked";
 
@@ -113,6 +115,41 @@ pub(crate) fn start(host: &Arc<Host>, records: Vec<Record>) -> std::io::Result<(
         let (weak, first) = (Arc::downgrade(host), vms[0].clone());
         containment::spawn_for(host, &first, "autostart", move || bring_up(&weak, &vms))
     })
+}
+
+/// Has a VM come up again whose keeper was killed, if it comes up with its host: that is what its daemon's death would have
+/// been to it. Not one that has just done so: it may be what kills its keeper.
+pub(crate) fn again(host: &Arc<Host>, vm: &VmName) {
+    let record = host.record(vm).ok().flatten();
+    if host.is_awaited(vm) || !record.is_some_and(|record| comes_up(&record)) {
+        return;
+    }
+    let now = Instant::now();
+    if !host.vms.change(|all| may_come_again(&mut all.come_again, vm, now)) {
+        let words = format!(
+            "does not come up once more: its keeper was killed twice within {} s",
+            SELDOM.as_secs()
+        );
+        warn!(%vm, "{words}");
+        return host.events.of(vm).note(words);
+    }
+    host.awaited.add(vm.clone());
+    let (weak, vms) = (Arc::downgrade(host), vec![vm.clone()]);
+    let begun = containment::spawn_for(host, vm, "autostart", move || bring_up(&weak, &vms));
+    if let Err(error) = begun {
+        host.awaited.give_up(vm);
+        warn!(%vm, "does not come up again: no thread: {error}");
+    }
+}
+
+/// Whether a VM has not come up so recently, which is noted.
+fn may_come_again(last: &mut BTreeMap<VmName, Instant>, vm: &VmName, now: Instant) -> bool {
+    let is_recent = |last: &Instant| now.saturating_duration_since(*last) < SELDOM;
+    let may = !last.get(vm).is_some_and(is_recent);
+    if may {
+        last.insert(vm.clone(), now);
+    }
+    may
 }
 
 /// Ends when none of the VMs is awaited any more.
@@ -274,6 +311,24 @@ impl Host {
         let (name, wish) = (vm.name(), vm.repairer.wish());
         if let Err(error) = self.records.change(name, |record| put_wish(record, wish.as_ref())) {
             warn!(vm = %name, "{error}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use understudy_protocol::literal;
+
+    #[test]
+    fn a_vm_that_kills_its_keepers_comes_up_again_once_a_minute() {
+        let (mut last, db, web) = (BTreeMap::new(), literal("db"), literal("web"));
+        let begin = Instant::now();
+        for (vm, second, may) in
+            [(&db, 0, true), (&db, 59, false), (&web, 59, true), (&db, 60, true), (&db, 61, false)]
+        {
+            let now = begin + Duration::from_secs(second);
+            assert_eq!(may_come_again(&mut last, vm, now), may, "{vm} after {second} s");
         }
     }
 }

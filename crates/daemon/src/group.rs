@@ -138,6 +138,11 @@ impl Host {
         group.vms.iter().map(|vm| self.own_member(&group.name, vm)).collect()
     }
 
+    /// Refuses a VM as a member of a group that does not run in this process.
+    pub fn check_member(&self, group: &GroupName, vm: &VmName) -> Result<(), HostError> {
+        self.own_member(group, vm).map(drop)
+    }
+
     /// A member, which must run here.
     fn own_member(&self, group: &GroupName, vm: &VmName) -> Result<Arc<PrimaryVm>, HostError> {
         let explain = |error: HostError| {

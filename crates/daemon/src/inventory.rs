@@ -10,7 +10,7 @@ use crate::orphans::Waiting;
 use crate::vm::{PrimaryVm, Vm};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use understudy_protocol::VmName;
 use understudy_replication::backup;
 use understudy_report::AwaitedStart;
@@ -35,6 +35,9 @@ pub(crate) struct Entries {
     pub claimed: BTreeSet<VmName>,
     /// Those that are to come up with this host ([`Awaited`](crate::autostart::Awaited)).
     pub awaited: BTreeMap<VmName, AwaitedStart>,
+    /// Times at which one was to come up again after its keeper had been killed
+    /// ([`autostart::again`](crate::autostart::again)).
+    pub come_again: BTreeMap<VmName, Instant>,
     /// Those that are not taken back yet ([`Orphans`](crate::orphans::Orphans)).
     pub orphans: BTreeMap<VmName, Waiting>,
     /// Those that ran here, and that nothing brings up again.

@@ -340,7 +340,7 @@ impl Host {
         self.ask(host, &addresses, vm).ok()
     }
 
-    fn ask_arbiter(&self, name: &VmName) -> (ArbiterWord, String) {
+    pub(crate) fn ask_arbiter(&self, name: &VmName) -> (ArbiterWord, String) {
         let Some(arbiter) = &self.arbiter else {
             return (ArbiterWord::Silent, "none in this host's configuration".to_owned());
         };

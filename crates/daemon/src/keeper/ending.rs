@@ -158,7 +158,7 @@ fn vms_below(state_dir: &Path) -> io::Result<Vec<VmName>> {
 
 /// The keeper of the VM with this directory, if there is one. Its lock and its number are enough: it may be of a
 /// release of which no more is understood.
-fn keeper_of(directory: &Path) -> io::Result<Option<(Process, OwnedFd)>> {
+pub(super) fn keeper_of(directory: &Path) -> io::Result<Option<(Process, OwnedFd)>> {
     let Some(Process { pid, .. }) = note::process_in(directory)? else { return Ok(None) };
     let keeper = pidfd_of(pid);
     // Of one that has ended meanwhile the number may be another process's by now, or nobody's.

@@ -21,9 +21,11 @@
 //! | [`pass`] | how it hands other hosts' connections to one |
 //! | [`watch`] | how it notices the end of one |
 //! | [`ending`] | how all end before the host goes down |
+//! | [`hung`] | how one ends that does not answer |
 
 mod adopt;
 pub mod ending;
+mod hung;
 mod leave;
 mod legacy;
 pub mod note;

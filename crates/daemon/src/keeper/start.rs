@@ -54,6 +54,7 @@ impl Host {
         start: impl FnOnce(&Path) -> Result<T, HostError>,
     ) -> Result<T, HostError> {
         let name = &definition.name;
+        view::check_seen(&self.config, definition)?;
         let files = self.files_of(definition);
         // Names, cards and memory are this host's, which only the daemon sees as a whole. They are the VM's from here on, so
         // that others need not wait for its start.

@@ -155,11 +155,34 @@ fn of_images(config: &HostConfig, vm: &VmName) -> Vec<PathBuf> {
     // One that cannot be read is told of by whoever needs it.
     let record = Records::new(&config.state_dir, &config.name).read(vm).ok().flatten();
     let disks = record.iter().flat_map(|record| &record.definition.disks);
-    let below = |disk: &DiskDefinition| {
-        let inner = disk.path.strip_prefix(&config.state_dir).ok()?.components().next()?;
-        Some(config.state_dir.join(inner))
-    };
-    disks.filter_map(below).collect()
+    disks.filter_map(|disk| entry_of(config, disk)).collect()
+}
+
+/// The entry of the state directory in which an image lies.
+fn entry_of(config: &HostConfig, disk: &DiskDefinition) -> Option<PathBuf> {
+    let inner = disk.path.strip_prefix(&config.state_dir).ok()?.components().next()?;
+    Some(config.state_dir.join(inner))
+}
+
+/// Refuses images that are there, and that the VM's keeper would not find: they lie in what is hidden from it.
+pub(super) fn check_seen(config: &HostConfig, definition: &VmDefinition) -> Result<(), HostError> {
+    let vm = &definition.name;
+    let mut shown = of_images(config, vm);
+    shown.push(vm.below(&config.state_dir));
+    for disk in &definition.disks {
+        let hidden = entry_of(config, disk).filter(|it| !shown.contains(it) && !is_nobodys(it));
+        let Some(entry) = hidden.filter(|_| disk.path.exists() && probe().is_ok()) else {
+            continue;
+        };
+        let message = format!(
+            "the keeper of {vm} would not see {}: {} is another VM's directory, or closed to all but its owner. Move the \
+             image out of it, or open it (`chmod go+rx`) if it is no VM's",
+            disk.path.display(),
+            entry.display()
+        );
+        return Err(HostError::new(ErrorKind::Invalid, message));
+    }
+    Ok(())
 }
 
 /// The authority's key and those of other hosts, where this one was set up, and the tokens of its API.

@@ -1,6 +1,7 @@
 //! Watch by which the daemon notices that a keeper has ended, and what it says then.
 
 use super::note::{self, End, Found, Note};
+use crate::autostart;
 use crate::host::Host;
 use crate::inventory::{Entries, Inventory};
 use crate::vm::{FencedVm, Vm};
@@ -150,12 +151,20 @@ impl Host {
         self.known_ends.dead_note(vm, &vm.below(&self.config.state_dir))
     }
 
-    fn tell_of_ended(&self, vm: &VmName) {
-        // Nobody starts the next one meanwhile.
-        let _adding = self.adding.lock();
-        // The next keeper's words are about to be there.
-        if !self.arrivals.is_expected(vm) {
+    fn tell_of_ended(self: &Arc<Self>, vm: &VmName) {
+        let was_killed = {
+            // Nobody starts the next one meanwhile.
+            let _adding = self.adding.lock();
+            // The next keeper's words are about to be there.
+            if self.arrivals.is_expected(vm) {
+                return;
+            }
+            let was_killed = self.dead_note(vm).is_some_and(|note| note.end.is_none());
             self.notice_end_of_keeper(vm);
+            was_killed
+        };
+        if was_killed {
+            autostart::again(self, vm);
         }
     }
 
@@ -174,13 +183,25 @@ impl Host {
                 self.vms.put_if(vm, Vm::Fenced(Arc::new(lost)), |there| there.is_none());
             }
         }
+        self.clear_up_after(&note);
+    }
+
+    /// Undoes what a VM's last keeper has left, whose end is told already. To be called under the lock `adding`.
+    pub(super) fn clear_up_after_last(&self, vm: &VmName) {
+        if let Some(note) = self.known_ends.last_note(vm, &vm.below(&self.config.state_dir)) {
+            self.clear_up_after(&note);
+        }
+    }
+
+    fn clear_up_after(&self, note: &Note) {
+        let vm = &note.vm;
         self.end_dead_restore(vm);
         self.forget_insistence(vm);
         if let Ok(Some(record)) = self.record(vm) {
             self.seal_left_lists(&record);
         }
         // Not before: whoever asks meanwhile is told of it either way.
-        self.forget_note(&note);
+        self.forget_note(note);
     }
 
     /// A VM that this host has lost with its keeper, of which nobody has taken notice yet.

@@ -1,7 +1,9 @@
 //! VMs that have a keeper: what the daemon's API is asked about one goes to the keeper's own, and
 //! what the keeper tells is told on.
 
+mod cut;
 mod relay;
+mod together;
 
 pub use relay::follow;
 
@@ -13,7 +15,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
-use tracing::warn;
+use together::{Together, together};
 use understudy_client::{Client, Failure, FailureKind, Subject};
 use understudy_daemon::Host;
 use understudy_daemon::config::LONGEST_LEASE;
@@ -71,11 +73,7 @@ impl Routed {
     ) -> Result<T, HostError> {
         let Some(found) = self.0.keeper_of(vm) else { return daemon(&self.0) };
         let done = ask(vm, found.reachable()?, keeper)?;
-        // Its last words may be half written.
-        let is_there = |now: Keeper| now.pid.is_none() || now.pid == found.pid;
-        if !comes_true(|| !self.0.keeper_of(vm).is_some_and(is_there)) {
-            warn!(%vm, "it has ended, and its keeper has not yet");
-        }
+        self.await_end(&found);
         Ok(done)
     }
 
@@ -189,7 +187,15 @@ fn understood<T>(vm: &VmName, answer: Result<T, Failure>) -> Result<T, HostError
             let message = format!("the keeper of {vm} does not answer: {}", failure.message);
             HostError::new(ErrorKind::Unreachable, message)
         }
+        FailureKind::DaemonSilent => HostError::new(ErrorKind::Unreachable, silent(vm)),
     })
+}
+
+fn silent(vm: &VmName) -> String {
+    format!(
+        "the keeper of {vm} does not answer: it hangs, or waits, and its guest may go on; `understudy vm stop {vm} --force` \
+         ends both (`understudy status {vm}` has its process)"
+    )
 }
 
 impl Control for Routed {
@@ -255,11 +261,12 @@ impl Control for Routed {
         if is_between || self.0.is_awaited(name) && !is_left {
             return self.0.vm_stop(name, force);
         }
-        let stop = self.ended(
-            name,
-            |keeper| keeper.vm_stop(name, force),
-            |host| host.vm_stop(name, force),
-        );
+        let stop = match force {
+            true => self.cut(name),
+            false => {
+                self.ended(name, |it| it.vm_stop(name, force), |host| host.vm_stop(name, force))
+            }
+        };
         stop.map_err(|error| match error.kind {
             ErrorKind::NotFound if is_left => starting(name),
             _ => error,
@@ -286,21 +293,16 @@ impl Control for Routed {
         name: &GroupName,
         request: GroupRequest,
     ) -> Result<Vec<VmStatus>, HostError> {
-        let keepers: Vec<Option<Keeper>> =
-            request.vms.iter().map(|vm| self.0.keeper_of(vm)).collect();
-        let Some(first) = keepers.iter().flatten().next() else {
-            return self.0.protect_group(name, request);
-        };
-        let is_shared =
-            |keeper: &Option<Keeper>| keeper.as_ref().is_some_and(|other| other.pid == first.pid);
-        match keepers.iter().all(is_shared) {
-            true => {
-                let order = |keeper: &Client| keeper.protect_group(name, &request);
-                let told = ask(&first.vm, first.reachable()?, order)?;
+        let places = request.vms.iter().map(|vm| (vm, self.place_of_member(name, vm)));
+        match together(name, places) {
+            Together::InDaemon => self.0.protect_group(name, request),
+            Together::In(keeper) => {
+                let order = |client: &Client| client.protect_group(name, &request);
+                let told = ask(&keeper.vm, keeper.reachable()?, order)?;
                 let own = request.vms.iter().zip(told).map(|(vm, told)| of_its_own(vm, told));
                 own.collect()
             }
-            false => Err(not_together(&first.vm)),
+            Together::Not(error) => Err(error),
         }
     }
     fn unprotect(&self, name: &VmName) -> Result<VmStatus, HostError> {
@@ -376,15 +378,6 @@ impl Control for Routed {
 
 fn starting(vm: &VmName) -> HostError {
     let message = format!("{vm} is about to come up in its keeper: try again");
-    HostError::new(ErrorKind::Conflict, message)
-}
-
-/// The error that VMs do not share a keeper, as those of a group do.
-fn not_together(vm: &VmName) -> HostError {
-    let message = format!(
-        "{vm} runs in a keeper that it does not share with all of them: stop them, name them under [groups] in the \
-         host's configuration, restart the daemon and start them again"
-    );
     HostError::new(ErrorKind::Conflict, message)
 }
 

@@ -25,7 +25,7 @@ use understudy_lab::scene::VM;
 use understudy_lab::{RecordClient, Scene, SceneOptions, wait_for};
 
 /// Hosts that have both guests in one keeper.
-fn with_group(mut options: SceneOptions) -> SceneOptions {
+pub fn with_group(mut options: SceneOptions) -> SceneOptions {
     for daemon in options.daemons.values_mut() {
         daemon.settings += &format!("[groups]\npair = [\"{VM}\", \"{COMPANION}\"]\n");
     }
@@ -37,7 +37,7 @@ fn play_group(story: impl FnOnce(&mut Scene, RecordClient, Inner) -> Result<()>)
 }
 
 /// The keeper that both guests share on a host.
-fn shared(scene: &Scene, host: &str) -> Result<u64> {
+pub fn shared(scene: &Scene, host: &str) -> Result<u64> {
     let [one, other] = BOTH.map(|vm| kept(&told(scene, host, vm)?));
     let (one, other) = (one?.keeper, other?.keeper);
     ensure!(one == other, "two keepers on host {host}: {one} and {other}");

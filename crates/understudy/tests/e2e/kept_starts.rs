@@ -1,11 +1,14 @@
 //! VMs that `recover` or a restore starts in a keeper: their daemon may die, as that of others.
 
-use crate::keepers::{in_keepers, kept, told, with_keepers};
+use crate::autostart::{await_coming_up, awaited, set_autostart};
+use crate::keepers::{answered, begin, in_keepers, kept, signal_keeper, told, with_keepers};
 use crate::lazy::{HeldStore, restore_lazily, saved};
 use crate::recover::lose;
 use crate::refusals::{definition, quick, says, write};
 use crate::snapshot::{json, number, prove_restored, store};
-use crate::stage::{LIMIT, await_forgotten, play, play_protected, prove_disk, refusal, refused};
+use crate::stage::{
+    LIMIT, await_forgotten, play, play_protected, prove_disk, prove_survival, refusal, refused,
+};
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -328,5 +331,43 @@ fn a_configuration_that_no_keeper_can_read_is_named_and_once_it_is_right_they_be
         says(&words, &named)?;
         fs::write(&file, sound)?;
         scene.protect("a", "b")
+    });
+}
+
+/// It stayed off until its daemon was restarted, for whatever reason.
+#[test]
+fn a_vm_that_comes_up_with_its_host_comes_up_again_when_its_keeper_is_killed() {
+    play(with_keepers(), |scene| {
+        set_autostart(scene)?;
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let killed = answered(scene, VM)?;
+        let daemon = scene.host("a")?.pid();
+        signal_keeper(&killed, Signal::SIGKILL)?;
+        await_coming_up(scene, "a")?;
+        ensure!(kept(&told(scene, "a", VM)?)?.keeper != kept(&killed)?.keeper, "the same keeper");
+        ensure!(scene.host("a")?.pid() == daemon, "another daemon");
+        scene.await_guest()?;
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "a")
+    });
+}
+
+/// Its backup has the first word.
+#[test]
+fn a_protected_vm_whose_keeper_is_killed_comes_up_nowhere_but_at_its_backup() {
+    play(with_keepers(), |scene| {
+        set_autostart(scene)?;
+        scene.protected_guest("a", "b")?;
+        let client = begin(scene)?;
+        signal_keeper(&answered(scene, VM)?, Signal::SIGKILL)?;
+        scene.await_live("b")?;
+        scene.await_fenced("a")?;
+        wait_for("host a to await it no more", LIMIT, || {
+            Ok(awaited(scene, "a")?.is_none().then_some(()))
+        })?;
+        let events = scene.host("a")?.call(["events", "--vm", VM])?;
+        ensure!(!events.contains("came up with its host"), "{events}");
+        prove_survival(scene, client, "b")
     });
 }

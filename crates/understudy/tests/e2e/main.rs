@@ -19,6 +19,7 @@
 //! | [`keepers`] | VMs in processes of their own, which outlive their daemon |
 //! | [`kept_members`] | what comes into such a process, and what does not |
 //! | [`kept_deaths`] | daemons that die again and again beside them |
+//! | [`kept_hangs`] | keepers that hang, and are ended by command |
 //! | [`kept_orders`] | what is said to one out of order |
 //! | [`replaced_keepers`] | keepers that are replaced while their guests run |
 //! | [`staying_keepers`] | keepers that are not, since that would lose something |
@@ -137,6 +138,7 @@ mod keepers;
 mod kept_backups;
 mod kept_deaths;
 mod kept_groups;
+mod kept_hangs;
 mod kept_members;
 mod kept_orders;
 mod kept_starts;

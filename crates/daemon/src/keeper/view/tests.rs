@@ -109,6 +109,29 @@ fn a_keeper_sees_nothing_that_is_another_vms_or_another_hosts() {
     assert_eq!(read(&place("pki/ca.key")).as_deref(), Ok("the authority's"));
 }
 
+/// "No such file" was said of an image that is there.
+#[test]
+fn a_start_on_an_image_that_is_hidden_is_refused_with_its_place() {
+    let directory = tempfile::tempdir().unwrap();
+    let (config, place) = (host(directory.path()), |path: &str| directory.path().join(path));
+    prepare_directory(&place("state/closed")).unwrap();
+    fs::write(place("state/closed/disk.raw"), "nobody's").unwrap();
+    let seen = |image: &str| {
+        let disk = format!("[[disk]]\npath = {:?}\nformat = 'raw'", place(image));
+        let text = format!("name = 'db'\nmemory = '64M'\nvcpus = 1\n{disk}");
+        check_seen(&config, &toml::from_str(&text).unwrap())
+    };
+    for image in ["state/db/record.json", "state/images/cd.iso", "state/db.raw", "elsewhere"] {
+        assert!(seen(image).is_ok(), "{image}");
+    }
+    // Whoever opens it finds out.
+    assert!(seen("state/shop/nothing").is_ok());
+    for image in ["state/shop/disk0.img", "state/begun/disk0.img", "state/closed/disk.raw"] {
+        let error = seen(image).unwrap_err();
+        assert!(error.message.contains("would not see"), "{image}: {error}");
+    }
+}
+
 #[test]
 fn what_it_works_in_leads_to_nothing_that_is_hidden() {
     let directory = tempfile::tempdir().unwrap();
