@@ -222,6 +222,20 @@ fn a_group_is_protected_again_by_itself() {
     });
 }
 
+/// Regression: nobody saw to the other one any more, which said for good that this one does.
+#[test]
+fn a_group_whose_leader_dies_while_it_is_unprotected_ends() {
+    play_group_with(repairing(), |scene, client, inner| {
+        inner.stop()?;
+        scene.host_mut("b")?.kill_everything()?;
+        await_words(scene, VM, "looking for a backup")?;
+        await_words(scene, COMPANION, "group pair is protected again with")?;
+        drop(client);
+        scene.host("a")?.kill_qemu(VM)?;
+        await_words(scene, COMPANION, "has died, which ended the group; not protected until")
+    });
+}
+
 /// What is wanted had been read before: it was protected again.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
