@@ -413,6 +413,30 @@ fn the_host_of_a_group_is_cut_off() {
     });
 }
 
+/// Regression: the winner answered by the first of them alone, and that host kept both until its operator ended them.
+#[test]
+fn a_host_that_was_cut_off_ends_its_copies_also_if_the_first_has_died_since() {
+    play_group(|scene, client, inner| {
+        inner.stop()?;
+        scene.lab().cut("a")?;
+        await_both(scene, "b")?;
+        await_service(&client)?;
+        drop(client);
+        scene.host("b")?.kill_qemu(VM)?;
+        wait_for("the first of them to have ended", LIMIT, || {
+            Ok((scene.host("b")?.status(VM)?["role"] == "fenced").then_some(()))
+        })?;
+        scene.lab().heal("a")?;
+        let a = scene.host("a")?;
+        wait_for("host a to keep none of them", LIMIT, || {
+            Ok((a.namespace().processes()? == [a.pid()]).then_some(()))
+        })?;
+        await_both_fenced(scene, "a")?;
+        ensure!(scene.host("b")?.status(COMPANION)?["live"] == true, "the other one has ended");
+        Ok(())
+    });
+}
+
 #[test]
 fn a_group_fails_over_and_back_and_ends_as_one() {
     play_group(|scene, client, mut inner| {
