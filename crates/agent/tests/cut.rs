@@ -16,6 +16,9 @@ use understudy_protocol::{BaseId, PAGE_SIZE, PageIndex};
 const FEW_DEMANDED: u32 = 3;
 const DEMANDS_END: Duration = Duration::from_secs(2);
 
+const EVERYTHING: CaptureRequest =
+    CaptureRequest { since: None, trace: 0, every_access: false, most_copies: usize::MAX };
+
 struct Guarded {
     machine: Machine,
     main: RamBlock,
@@ -92,8 +95,8 @@ fn snapshots_of_a_machine_equal_its_memory_when_it_stood_still() {
     for round in 0..8 {
         guarded.reset();
         let trace = [0, 200, usize::MAX][round % 3];
-        let request =
-            CaptureRequest { since: (round != 5).then_some(base), trace, every_access: false };
+        let since = (round != 5).then_some(base);
+        let request = CaptureRequest { since, trace, ..EVERYTHING };
         let (mut cut, truth) = guarded.cut(request);
         guarded.machine.qmp("system_reset");
         let before = image.clone();
@@ -117,7 +120,7 @@ fn snapshots_of_a_machine_equal_its_memory_when_it_stood_still() {
 fn what_the_firmware_reads_and_writes_first_is_noticed_and_the_code_that_runs() {
     let mut guarded = Guarded::start();
     guarded.reset();
-    let request = CaptureRequest { since: None, trace: usize::MAX, every_access: false };
+    let request = CaptureRequest { trace: usize::MAX, ..EVERYTHING };
     let (mut cut, _) = guarded.cut(request);
     guarded.machine.qmp("system_reset");
     settle(&mut guarded.machine);
@@ -134,7 +137,7 @@ fn what_the_firmware_reads_and_writes_first_is_noticed_and_the_code_that_runs() 
 fn a_daemon_that_dies_in_a_snapshot_takes_qemu_along() {
     let mut guarded = Guarded::start();
     guarded.reset();
-    let request = CaptureRequest { since: None, trace: 1000, every_access: false };
+    let request = CaptureRequest { trace: 1000, ..EVERYTHING };
     let (cut, _) = guarded.cut(request);
     guarded.machine.send("system_reset");
     // As a death does: nobody answers a fault any more.

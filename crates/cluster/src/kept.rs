@@ -2,7 +2,7 @@
 //! later epochs are applied. The guest does not notice, and no acknowledgement waits.
 
 use crate::disk::DiskCapture;
-use crate::memory::{Pace, Saving, most_traced};
+use crate::memory::{Pace, Saving, most_copies, most_traced};
 use crate::messages::{KeepOrder, Kept, KeptImage};
 use crate::part::Shape;
 use crate::store_keys::{StoreKeys, Stores};
@@ -183,7 +183,7 @@ impl Job {
     ) -> anyhow::Result<Job> {
         let shape = Shape::of(machine);
         let traced = most_traced(machine.ram().pages(), order.trace_ms.into());
-        let image = Arc::new(StillImage::take(shape.blocks(), traced)?);
+        let image = Arc::new(StillImage::take(shape.blocks(), traced, most_copies()?)?);
         // A mirror has no snapshot that the next one could build on.
         let mut disks =
             DiskCapture::arm(machine, order.compression, directory, (None, BaseId::new_here()))?;

@@ -6,6 +6,7 @@ use crate::trial::write_accesses;
 use crate::upload::Upload;
 use anyhow::Context;
 use std::collections::{BTreeMap, HashSet};
+use std::fs;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -117,7 +118,8 @@ impl MemoryCapture {
     /// Prepares while the guest runs.
     pub fn arm(machine: &Arc<Machine>, options: CaptureOptions) -> anyhow::Result<MemoryCapture> {
         let trace = most_traced(machine.ram().pages(), options.trace);
-        let request = CaptureRequest { since: options.since, trace, every_access: options.recency };
+        let (since, every_access, most_copies) = (options.since, options.recency, most_copies()?);
+        let request = CaptureRequest { since, trace, every_access, most_copies };
         let cut = machine.arm_cut(request).inspect_err(|_| machine.drop_guard())?;
         let (is_incremental, next) = (cut.is_incremental(), options.next);
         let taken = Taken { machine: machine.clone(), cut: Some(cut), is_incremental, next };
@@ -303,6 +305,15 @@ pub fn most_traced(pages: u64, trace: Duration) -> usize {
         true => 0,
         false => (pages / TRACED_SHARE).min(MOST_TRACED) as usize,
     }
+}
+
+/// Number of pages whose copies may wait while the store is slow: a quarter of the memory that this host has left, since
+/// as many again may be on their way to it, and another image may be taken beside.
+pub fn most_copies() -> anyhow::Result<usize> {
+    let text = fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?;
+    let left = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = left.and_then(|left| left.trim().strip_suffix(" kB")?.trim().parse::<usize>().ok());
+    Ok(kib.context("/proc/meminfo does not say what is available")? / 4 * 1024 / PAGE_SIZE)
 }
 
 /// Hands chunks to the store, many at once.

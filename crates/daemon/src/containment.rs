@@ -3,8 +3,9 @@
 //!
 //! Of a VM that runs here nothing leaves any more, its QEMU ends, and its connections do: the backup
 //! takes over. Of one that is backed up here the copy ends, and its primary hears why. Members of
-//! its group share its fate, as in any failure. What several VMs share ends the daemon, should a
-//! thread panic with it: `understudy_threads` has the rules.
+//! its group share its fate, as in any failure, but for those that nobody else has yet, in their first
+//! copy. What several VMs share ends the daemon, should a thread panic with it: `understudy_threads`
+//! has the rules.
 
 use crate::host::Host;
 use crate::vm::{FencedVm, PrimaryVm, Vm};
@@ -151,11 +152,14 @@ impl Host {
         }
     }
 
-    /// Ends a VM that runs here, with the members of its group.
+    /// Ends a VM that runs here, with the members of its group, whom the backup takes over. In their first copy it has
+    /// none of them, and could win none: they go on here, and whatever they send needs nobody's word. A session that
+    /// comes to its first checkpoint just then, or whose state may be half changed, halts them itself.
     fn end_primaries(self: &Arc<Self>, vm: &Arc<PrimaryVm>, reason: &str) {
         let mut vms = vec![vm.clone()];
         let session = vm.bound_session();
-        if session.is_some() {
+        let guards = |session: &Arc<primary::Session>| session.stance().guards_output;
+        if session.as_ref().is_some_and(guards) {
             vms.extend(self.fellows(vm));
         }
         // Nothing leaves them from here on, whatever their state is in.
@@ -163,6 +167,7 @@ impl Host {
         if let Some(session) = session {
             primary::end_after_panic(&session, reason);
         }
+        self.dissolve_without(vm);
         vms.iter().for_each(|vm| self.fence(vm, reason.to_owned()));
     }
 

@@ -194,6 +194,19 @@ impl Host {
         }
     }
 
+    /// The VM has ended, and no backup takes it over. Its fellows go on without it; if it led their group, nobody else
+    /// would see to their protection.
+    pub(crate) fn dissolve_without(&self, leader: &PrimaryVm) {
+        let leads = |group: &GroupMembers| group.vms.first() == Some(leader.name());
+        // A session that has ended it for the sake of another host decides there about the group.
+        if leader.bound_session().is_none()
+            && let Some(group) = leader.repairer.group().filter(leads)
+        {
+            leader.repairer.set_wish(None);
+            self.dissolve(&group, leader.name(), "has died");
+        }
+    }
+
     /// The VMs that were to be protected as this group are not any more, which nobody asked for:
     /// `who` did `what`.
     pub(crate) fn dissolve(&self, group: &GroupMembers, who: &str, what: &str) {

@@ -65,7 +65,11 @@ impl Host {
     ) -> WinnersWord {
         // Held while it is answered: whatever is started begins with it, and may claim what is returned here.
         let starting = self.adding.try_lock();
-        let present = self.present(asker, membership).beside_start(starting.is_none());
+        // A keeper that has the leader no more knows of its own VMs alone.
+        let leader = &membership.leader().vm;
+        let knows_some = self.keeps.as_ref().is_some_and(|kept| !kept.has(leader));
+        let present = self.present(asker, membership);
+        let present = present.beside_start(starting.is_none() || knows_some);
         let records = || {
             let recorded = |member: &Member| {
                 let record = self.record(&member.vm).ok()??;
@@ -82,14 +86,19 @@ impl Host {
         WinnersWord::default()
     }
 
-    /// State of a group on this host.
+    /// State of a group on this host. One member that runs is enough: the asker can have all of them back, or none, and
+    /// the leader may have died here since, or moved on.
     fn present(&self, asker: &HostName, membership: &Membership) -> Present {
-        let leaders = self.vms.get(&membership.leader().vm);
-        match leaders {
+        let leader = self.vms.get(&membership.leader().vm);
+        let runs = |member: &Member| match self.vms.get(&member.vm) {
             Some(Vm::Primary(vm)) if vm.kept().is_none() && vm.machine().is_alive() => {
-                Present::Runs(vm.generation())
+                Some(membership.leaders_of(member, vm.generation()))
             }
-            Some(Vm::Backup(session)) if session.primary == *asker => Present::StandsBy,
+            _ => None,
+        };
+        match (leader, membership.members.iter().find_map(runs)) {
+            (Some(Vm::Backup(session)), _) if session.primary == *asker => Present::StandsBy,
+            (_, Some(generation)) => Present::Runs(generation),
             _ if membership.members.iter().all(|member| self.has_nothing_of(&member.vm)) => {
                 Present::Nothing
             }

@@ -16,7 +16,6 @@ use understudy_machine::{Machine, Plan};
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{Generation, Lease, PrimaryPhase};
-use understudy_replication::membership::GroupMembers;
 use understudy_replication::records::Record;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
@@ -186,12 +185,7 @@ impl Host {
                     vm.repairer.diverged();
                 }
                 if !vm.machine().is_alive() {
-                    // Its fellows go on without it; whoever leads its group would see to their protection.
-                    let leads = |group: &GroupMembers| group.vms.first() == Some(vm.name());
-                    if let Some(group) = vm.repairer.group().filter(leads) {
-                        vm.repairer.set_wish(None);
-                        self.dissolve(&group, vm.name(), "has died");
-                    }
+                    self.dissolve_without(vm);
                     return self.fence(vm, format!("the VM ended: {reason}"));
                 }
                 repair::restore(self, vm, &reason, Some(session));

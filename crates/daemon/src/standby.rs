@@ -222,6 +222,9 @@ fn end(
             if let Err(error) = machine.settle_tpm() {
                 error!(vm = %name, "its next start may go back to its TPM's former state: {error:#}");
             }
+            if let Some(Vm::Fenced(_)) = host.vms.get(&membership.leader().vm) {
+                go_on_without_leader(host, membership);
+            }
         }
         Outcome::Discarded => {
             host.vms.remove(name);
@@ -240,7 +243,18 @@ fn end(
             let (name_here, reason) = (name.to_owned(), reason.to_string());
             let fenced = FencedVm { name: name_here, generation, reason, elsewhere: false };
             host.vms.put(name, Vm::Fenced(Arc::new(fenced)));
+            if *name == membership.leader().vm {
+                go_on_without_leader(host, membership);
+            }
         }
+    }
+}
+
+/// The leader could not be started. Its fellows that run here, or will in a moment, would wait for good for it to protect
+/// their group.
+fn go_on_without_leader(host: &Host, membership: &Membership) {
+    if let Some(group) = membership.group() {
+        host.dissolve(&group, &membership.leader().vm, "could not be started");
     }
 }
 

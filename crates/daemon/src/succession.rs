@@ -59,6 +59,7 @@ impl Host {
         let paused = hand_over(former, &next, || Ok(()))?;
         adopt(&next);
         if let Err(error) = next.ensure_running() {
+            self.dissolve_without(vm);
             self.fence(vm, format!("its new QEMU does not run it: {error:#}"));
             return Err(error);
         }

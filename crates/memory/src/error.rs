@@ -132,6 +132,13 @@ pub enum MemoryError {
     )]
     FaultsTaken,
 
+    /// As many pages wait for the reader of an image as may.
+    #[error(
+        "more was written since the moment of the image than this host has memory for: its store is too slow, or does \
+         not answer"
+    )]
+    TooManyCopies,
+
     /// The image of a standby cannot be read any more.
     #[error("the image is gone: the VM runs on this memory now, or is not followed any more")]
     ImageGone,

@@ -28,6 +28,8 @@ pub struct StillImage {
     blocks: Vec<RamBlock>,
     /// First writes that are noted at most.
     traced: usize,
+    /// Copies that may wait for the reader, beside those.
+    most_copies: usize,
     state: Mutex<State>,
 }
 
@@ -46,8 +48,12 @@ struct State {
 
 impl StillImage {
     /// Takes an image of these blocks, which nobody writes at this moment. Up to `traced` first
-    /// writes after it are noted.
-    pub fn take(blocks: &[RamBlock], traced: usize) -> Result<StillImage, MemoryError> {
+    /// writes after it are noted; of no more than `most_copies` others do copies wait for the reader.
+    pub fn take(
+        blocks: &[RamBlock],
+        traced: usize,
+        most_copies: usize,
+    ) -> Result<StillImage, MemoryError> {
         let mut pages = Vec::with_capacity(blocks.len());
         for block in blocks {
             let pending = PageBitmap::new(block.pages());
@@ -63,7 +69,8 @@ impl StillImage {
             next: (0, 0),
             failed: None,
         };
-        Ok(StillImage { blocks: blocks.to_vec(), traced, state: Mutex::new(state) })
+        let (blocks, state) = (blocks.to_vec(), Mutex::new(state));
+        Ok(StillImage { blocks, traced, most_copies, state })
     }
 
     /// A page is about to be written. What goes wrong is the reader's to know.
@@ -77,6 +84,11 @@ impl StillImage {
         let is_wanted = pending.clear(page.0);
         let is_traced = state.trace.as_ref().is_some_and(|trace| trace.len() < self.traced);
         if !is_wanted && !is_traced {
+            return;
+        }
+        // What is written goes on in any case: it is the image that is given up, before memory is.
+        if !is_traced && state.copies.len() >= self.most_copies {
+            state.failed = Some(MemoryError::TooManyCopies);
             return;
         }
         match (copy(&self.blocks[at], page), &mut state.trace) {

@@ -178,7 +178,7 @@ impl Membership {
     }
 
     /// The leader's generation, when a member's is this.
-    fn leaders_of(&self, member: &Member, generation: Generation) -> Generation {
+    pub fn leaders_of(&self, member: &Member, generation: Generation) -> Generation {
         Generation((generation.0 + self.leader().generation.0).saturating_sub(member.generation.0))
     }
 }

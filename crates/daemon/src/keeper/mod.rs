@@ -158,11 +158,15 @@ impl Host {
     /// The keeper that a connection is for, if the peer can go on with one. An offer is for none: a
     /// VM that has one already is not to be backed up here.
     pub(crate) fn keeper_for(&self, hello: &Hello) -> Option<Keeper> {
+        let named = hello.keeper_of.as_ref()?;
         match &hello.purpose {
-            Purpose::Heartbeat { .. }
-            | Purpose::Inbound { .. }
-            | Purpose::Resume { .. }
-            | Purpose::Kept { .. } => self.keeper_of(hello.keeper_of.as_ref()?),
+            Purpose::Heartbeat { .. } | Purpose::Inbound { .. } | Purpose::Resume { .. } => {
+                self.keeper_of(named)
+            }
+            // The leader may be in it no more.
+            Purpose::Kept { membership, .. } => {
+                membership.members.iter().find_map(|member| self.keeper_of(&member.vm))
+            }
             _ => None,
         }
     }

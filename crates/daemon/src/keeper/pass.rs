@@ -71,7 +71,9 @@ impl Passed {
                 | Purpose::Inbound { session }
                 | Purpose::Resume { session, .. },
             ) => vm_of(session).is_none_or(|other| other == *vm),
-            (Passed::About(vm), Purpose::Kept { membership, .. }) => membership.leader().vm == *vm,
+            (Passed::About(vm), Purpose::Kept { membership, .. }) => {
+                membership.members.iter().any(|member| member.vm == *vm)
+            }
             _ => false,
         };
         if is_meant {
@@ -248,7 +250,7 @@ mod tests {
     use std::net::{TcpListener, UdpSocket};
     use std::os::fd::AsFd;
     use understudy_protocol::{Generation, PathIndex, literal};
-    use understudy_replication::membership::Membership;
+    use understudy_replication::membership::{Member, Membership};
 
     /// Socket that a keeper makes of something that is passed to it.
     fn passed(what: BorrowedFd<'_>) -> anyhow::Result<TcpStream> {
@@ -352,14 +354,17 @@ mod tests {
         let check = |purpose: &Purpose, vm: Option<&str>| {
             passed.check(purpose, |_| vm.map(|vm| vm.parse().unwrap())).is_ok()
         };
-        let kept = |vm: &str| Purpose::Kept {
-            membership: Membership::of_one(&vm.parse().unwrap(), Generation(1)),
-            from: Generation(1),
+        let kept = |vms: &[&str]| {
+            let member = |vm: &&str| Member { vm: vm.parse().unwrap(), generation: Generation(1) };
+            let members = vms.iter().map(member).collect();
+            let membership = Membership { name: Some(literal("pair")), members };
+            Purpose::Kept { membership, from: Generation(1) }
         };
         // Of a session that is not there others say that.
         assert!(check(&beats(), Some("db")) && check(&beats(), None));
         assert!(!check(&beats(), Some("web")));
-        assert!(check(&kept("db"), None) && !check(&kept("web"), None));
+        assert!(check(&kept(&["db"]), None) && !check(&kept(&["web"]), None));
+        assert!(check(&kept(&["web", "db"]), None), "the leader may be in it no more");
         assert!(!check(&Purpose::Protect(offer("db", "64M")), None));
         assert!(!check(&Purpose::Probe, None));
     }

@@ -14,7 +14,7 @@ use understudy_protocol::validity::ImageRole;
 use understudy_replication::backup;
 use understudy_report::events::EventKind;
 use understudy_session::primary::Event;
-use understudy_threads::spawn;
+use understudy_threads::{lock, spawn};
 
 /// Has the backup, whose disks may be sound, go on with the guest that stands still, or tries the
 /// disk again in a moment.
@@ -141,7 +141,12 @@ impl Host {
         match vm.active_session() {
             // The backup takes over: a dead QEMU is a failure of the VM.
             Some(session) => session.event(Event::QemuDied(words)),
-            None => self.fence(vm, format!("the VM ended: {words}")),
+            None => {
+                self.fence(vm, format!("the VM ended: {words}"));
+                // After an attempt to protect them that is under way, which puts back what was wanted.
+                let _protecting = lock(&vm.protecting);
+                self.dissolve_without(vm);
+            }
         }
     }
 }

@@ -124,6 +124,7 @@ impl Host {
         self.presences_of(task.vm(), machine);
         let filler = Arc::new(Filler::resume(source, machine.clone(), memory, &queue)?);
         self.snapshots.note_number(&task.group.name, task.number);
+        self.snapshots.note_incarnation(&task.group.name, incarnation);
         self.rejoin(machine, generation, &RestoreTask { incarnation, ..task.clone() });
         let restoring = Restoring::resumed(self, task, &filler, disks);
         let vm = self.with_fresh_lease(machine, generation)?;
@@ -165,11 +166,16 @@ impl Host {
         if task.group.vms.len() == 1 {
             return self.join_cluster(machine, generation);
         }
-        if let Err(error) =
-            self.join(machine, generation, &task.group, task.incarnation, task.number)
-        {
+        let join = || -> anyhow::Result<()> {
+            fail::fail_point!("rejoin", |_| Err(anyhow::anyhow!("a test says so")));
+            let (group, incarnation) = (&task.group, task.incarnation);
+            self.join(machine, generation, group, incarnation, task.number).map(drop)
+        };
+        if let Err(error) = join() {
             let (vm, group) = (task.vm(), &task.group.name);
             warn!(%vm, "its frames do not go through the cluster {group}: {error:#}");
+            // What was in the way may pass, and is told of until then.
+            self.join_cluster(machine, generation);
         }
     }
 }

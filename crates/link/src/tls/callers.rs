@@ -26,16 +26,17 @@ impl ApiTls {
         self.0.material().callers.clone()
     }
 
-    /// The name of a caller's certificate, if it is among these. An error says why the certificate
-    /// is none to be believed, for people.
+    /// The name of a caller's certificate, the first that it shows, if it is among these. An error says why the
+    /// certificate is none to be believed, for people.
     pub fn whose<'a>(
         &self,
-        certificate: &CertificateDer<'_>,
+        shown: &[CertificateDer<'_>],
         mut known: impl Iterator<Item = &'a HostName>,
     ) -> Result<Option<&'a HostName>, String> {
-        let verdict = self.0.material().verdict(certificate, UnixTime::now());
+        let verdict = self.0.material().verdict(shown, UnixTime::now());
         verdict.map_err(|error| words::local(&error).to_string())?;
-        Ok(known.find(|name| names(certificate, name).is_ok()))
+        let own = shown.first();
+        Ok(known.find(|name| own.is_some_and(|own| names(own, name).is_ok())))
     }
 }
 

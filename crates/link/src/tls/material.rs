@@ -33,7 +33,7 @@ pub struct Material {
     pub(super) callers: Arc<ServerConfig>,
     verifier: Arc<dyn ClientCertVerifier>,
     /// Certificate of this host, and those between it and the authority's.
-    chain: Vec<CertificateDer<'static>>,
+    pub(super) chain: Vec<CertificateDer<'static>>,
     /// Seconds since 1970 at which this host's certificate expires.
     pub(super) expires: i64,
     /// Seconds since 1970 at which the last of the authority's certificates expires.
@@ -175,22 +175,23 @@ impl Material {
     }
 
     fn own_verdict(&self) -> Result<(), Error> {
-        let (own, between) = self.chain.split_first().expect("a certificate");
-        self.verifier.verify_client_cert(own, between, UnixTime::now()).map(drop)
+        self.verdict(&self.chain, UnixTime::now())
     }
 
-    /// Whether a peer's certificate, which was in order at `then`, is revoked now.
-    pub fn revokes(&self, peer: &CertificateDer<'_>, then: UnixTime) -> bool {
+    /// Whether a peer's certificate, which was in order at `then` with those behind it, is revoked now.
+    pub fn revokes(&self, peer: &[CertificateDer<'_>], then: UnixTime) -> bool {
         let revoked = Error::InvalidCertificate(CertificateError::Revoked);
         self.verdict(peer, then) == Err(revoked)
     }
 
+    /// What is to be said against the first certificate, with those between it and the authority's behind it.
     pub(super) fn verdict(
         &self,
-        certificate: &CertificateDer<'_>,
+        chain: &[CertificateDer<'_>],
         then: UnixTime,
     ) -> Result<(), Error> {
-        self.verifier.verify_client_cert(certificate, &[], then).map(drop)
+        let (own, between) = chain.split_first().ok_or(Error::NoCertificatesPresented)?;
+        self.verifier.verify_client_cert(own, between, then).map(drop)
     }
 }
 

@@ -63,8 +63,8 @@ struct State {
     live: Vec<Live>,
 }
 
-/// A peer's certificate, since when it is shown, and the connection.
-type Live = (CertificateDer<'static>, UnixTime, Weak<dyn Closable>);
+/// A peer's certificate with those between it and the authority's, since when it is shown, and the connection.
+type Live = (Vec<CertificateDer<'static>>, UnixTime, Weak<dyn Closable>);
 
 /// A connection that ends when its peer's certificate is revoked.
 pub trait Closable: Send + Sync {
@@ -129,7 +129,7 @@ impl Tls {
 
     /// Sees to it that the connection ends when its peer's certificate is revoked.
     pub fn watch(&self, stream: &TlsStream, connection: Weak<dyn Closable>) {
-        let (peer, now) = (stream.peer().clone(), UnixTime::now());
+        let (peer, now) = (stream.peer().to_vec(), UnixTime::now());
         let mut state = self.state.lock();
         state.live.retain(|(.., connection)| connection.strong_count() > 0);
         // The list may have changed since the handshake.

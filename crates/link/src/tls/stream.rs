@@ -37,7 +37,8 @@ pub struct TlsStream {
     state: Mutex<State>,
     /// The writer's, with what waits for the next message: held until what was sealed is on its way, in order.
     outgoing: Mutex<Vec<u8>>,
-    peer: CertificateDer<'static>,
+    /// Certificate of the peer, and those between it and the authority's, as it shows them.
+    peer: Vec<CertificateDer<'static>>,
 }
 
 struct State {
@@ -63,8 +64,8 @@ impl TlsStream {
             }
         }
         connection.set_buffer_limit(None);
-        let shown = connection.peer_certificates().and_then(<[_]>::first);
-        let peer = shown.context("the peer shows no certificate")?.clone().into_owned();
+        let shown = connection.peer_certificates().filter(|chain| !chain.is_empty());
+        let peer = shown.context("the peer shows no certificate")?.to_vec();
         let incoming = Incoming { bytes: vec![0; READ_BYTES], next: 0, end: 0 };
         Ok(TlsStream {
             state: Mutex::new(State { connection, incoming: Some(incoming) }),
@@ -75,11 +76,12 @@ impl TlsStream {
 
     /// An error unless the peer's certificate is this host's.
     pub fn check_peer(&self, host: &str) -> anyhow::Result<()> {
-        names(&self.peer, host).context("the peer's certificate is not that of the host it names")
+        names(&self.peer[0], host)
+            .context("the peer's certificate is not that of the host it names")
     }
 
-    /// The peer's certificate.
-    pub fn peer(&self) -> &CertificateDer<'static> {
+    /// The peer's certificate, and those between it and the authority's.
+    pub fn peer(&self) -> &[CertificateDer<'static>] {
         &self.peer
     }
 

@@ -1,6 +1,7 @@
 //! Real handshakes over loopback: who is let in, who is not, and what both
 //! sides say.
 
+mod intermediates;
 mod renewals;
 
 use super::*;

@@ -2,6 +2,7 @@
 
 use super::bitmap::WORD_PAGES;
 use super::{PageCopy, Shared, State, error};
+use crate::MemoryError;
 use crate::fault::{Access, Fault};
 use std::io;
 use std::sync::atomic::Ordering::SeqCst;
@@ -57,6 +58,11 @@ impl Shared {
         let wanted = (write || traced) && self.claim(page);
         let kept = wanted || (traced && is_old);
         if !kept {
+            return;
+        }
+        // The guest goes on in any case: it is the snapshot that is given up, before memory is.
+        if !traced && state.copies.len() >= state.most_copies {
+            state.failed.get_or_insert(MemoryError::TooManyCopies);
             return;
         }
         let mut content = vec![0; PAGE_SIZE].into_boxed_slice();

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use understudy_protocol::{BaseId, PAGE_SIZE, PageIndex};
 
 /// The request for a cut.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub struct CaptureRequest {
     /// The base since which what may have been written is enough; all content without one, or if another is counted
     /// from.
@@ -20,6 +20,8 @@ pub struct CaptureRequest {
     pub trace: usize,
     /// Note repeated accesses too, between calls of [`Cut::watch_again`].
     pub every_access: bool,
+    /// Number of pages of whose content copies may wait for [`Cut::copy_some`], beside the trace's.
+    pub most_copies: usize,
 }
 
 /// A page as it was at the cut.
@@ -66,7 +68,7 @@ impl Cut {
             if let Some(error) = state.failed.take() {
                 return Err(error);
             }
-            state.has_cut = true;
+            (state.has_cut, state.most_copies) = (true, request.most_copies);
             request.since.is_some() && state.base == request.since
         };
         let cut = Cut {
@@ -191,6 +193,8 @@ impl Drop for Cut {
         shared.pending.clear_all();
         state.copies.clear();
         state.has_cut = false;
+        // Of this one alone: what it lacks counts as not saved, below.
+        state.failed.take_if(|error| matches!(error, MemoryError::TooManyCopies));
         let was_traced = state.trace.take().is_some();
         match self.committed {
             Some(base) => state.base = Some(base),

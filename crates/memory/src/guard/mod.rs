@@ -73,6 +73,8 @@ struct Shared {
 struct State {
     /// Pages that faults have copied.
     copies: Vec<PageCopy>,
+    /// Number of them that may wait.
+    most_copies: usize,
     trace: Option<Trace>,
     sample: Option<sample::Watched>,
     has_cut: bool,

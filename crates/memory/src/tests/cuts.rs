@@ -12,7 +12,8 @@ use understudy_threads::RwLock;
 
 const PAGES: u64 = 2000;
 
-const EVERYTHING: CaptureRequest = CaptureRequest { since: None, trace: 0, every_access: false };
+const EVERYTHING: CaptureRequest =
+    CaptureRequest { since: None, trace: 0, every_access: false, most_copies: usize::MAX };
 const BASE: BaseId = BaseId(7);
 const CHANGES: CaptureRequest = CaptureRequest { since: Some(BASE), ..EVERYTHING };
 
@@ -135,7 +136,8 @@ fn snapshots_equal_paused_copies(trace: usize) {
         if everything {
             image.fill(0);
         }
-        let mut cut = guard.arm(CaptureRequest { since, trace, every_access }).unwrap();
+        let mut cut =
+            guard.arm(CaptureRequest { since, trace, every_access, ..EVERYTHING }).unwrap();
         writer.await_steps(50);
         let truth = writer.paused(|| {
             cut.take().unwrap();
@@ -232,6 +234,32 @@ fn first_accesses_are_told_in_their_order_with_their_content() {
     }
     assert!(others.iter().all(|page| ![150, 3, 4, 10, 11].contains(page)));
     assert_eq!(others.len(), 200 - 5);
+}
+
+/// Regression: a store that did not answer had all of a guest's memory copied.
+#[test]
+fn no_more_pages_are_copied_than_there_is_room_for() {
+    let guest = Guest::new(512);
+    (0..200).for_each(|page| guest.write(page, 1));
+    let guard = guard(&guest);
+    let mut cut = guard.arm(CaptureRequest { most_copies: 2, ..EVERYTHING }).unwrap();
+    cut.take().unwrap();
+    [150, 151].into_iter().for_each(|page| guest.write(page, 2));
+    let copied = cut.copy_some().unwrap().unwrap();
+    assert!(copied.by_faults && copied.pages.len() == 2);
+    [160, 161, 162].into_iter().for_each(|page| guest.write(page, 2));
+    let failed = cut.copy_some().unwrap_err();
+    assert!(matches!(failed, MemoryError::TooManyCopies), "{failed}");
+    // The guest went on, and so does the next snapshot.
+    guest.write(163, 2);
+    drop(cut);
+    let mut cut = guard.arm(EVERYTHING).unwrap();
+    cut.take().unwrap();
+    let mut pages = 0;
+    while let Some(copied) = cut.copy_some().unwrap() {
+        pages += copied.pages.len();
+    }
+    assert_eq!(pages, 200);
 }
 
 #[test]

@@ -55,7 +55,7 @@ fn check(read: &BTreeMap<(u16, u64), Vec<u8>>) {
 #[test]
 fn later_epochs_do_not_change_an_image_that_is_being_read() {
     let (guest, _rom) = standby();
-    let image = StillImage::take(&guest.blocks, 0).unwrap();
+    let image = StillImage::take(&guest.blocks, 0, usize::MAX).unwrap();
     let (guest, image) = (&guest, &image);
     let all = thread::scope(|scope| {
         let writer = scope.spawn(move || {
@@ -76,7 +76,7 @@ fn later_epochs_do_not_change_an_image_that_is_being_read() {
 #[test]
 fn what_is_written_first_comes_in_its_order_with_what_was_there() {
     let (guest, _rom) = standby();
-    let image = StillImage::take(&guest.blocks, 3).unwrap();
+    let image = StillImage::take(&guest.blocks, 3, usize::MAX).unwrap();
     // A page that was read already, one that was not, a hole, one too many, one again.
     image.copy_some().unwrap();
     [4, 400, 3, 401, 4].into_iter().for_each(|page| apply_page(&guest, &image, 0, page, 1));
@@ -94,10 +94,31 @@ fn what_is_written_first_comes_in_its_order_with_what_was_there() {
 #[test]
 fn nothing_is_read_of_memory_that_a_guest_runs_on() {
     let (guest, _rom) = standby();
-    let image = StillImage::take(&guest.blocks, 10).unwrap();
+    let image = StillImage::take(&guest.blocks, 10, usize::MAX).unwrap();
     assert!(image.copy_some().unwrap().is_some());
     apply_page(&guest, &image, 0, 400, 1);
     image.end();
     assert!(image.copy_some().is_err() && image.copy_some().is_err());
     assert_eq!(image.end_trace(), []);
+}
+
+/// Regression: a store that did not answer had all of a guest's memory copied.
+#[test]
+fn no_more_pages_are_copied_than_there_is_room_for() {
+    let (guest, _rom) = standby();
+    let image = StillImage::take(&guest.blocks, 1, 2).unwrap();
+    // The first one is the trace's.
+    [1, 2, 4].into_iter().for_each(|page| apply_page(&guest, &image, 0, page, 1));
+    let copied = image.copy_some().unwrap().unwrap();
+    assert_eq!(copied.iter().map(|page| page.page.0).collect::<Vec<_>>(), [2, 4]);
+    // There is room again.
+    [7, 8].into_iter().for_each(|page| apply_page(&guest, &image, 0, page, 1));
+    assert!(image.copy_some().is_ok());
+    [11, 13, 14].into_iter().for_each(|page| apply_page(&guest, &image, 0, page, 1));
+    let failed = image.copy_some().unwrap_err();
+    assert!(matches!(failed, MemoryError::TooManyCopies), "{failed}");
+    assert!(image.copy_some().is_err(), "it is not whole any more");
+    let mut written = vec![0; PAGE_SIZE];
+    guest.blocks[0].read(PageIndex(14), &mut written).unwrap();
+    assert_eq!(written, content(14, 1), "what was written is there");
 }

@@ -276,10 +276,10 @@ fn start_threads(
     start("capture", Box::new(move |session| run_capture(&session, over)))
 }
 
-/// Ends protection from this end after a panic in a thread of one of its VMs, whose machines are
-/// halted: the backup takes over.
+/// Ends protection from this end after a panic in a thread of one of its VMs, whose machine is
+/// halted: the backup takes over, or in the first copy the others go on.
 pub fn end_after_panic(session: &Arc<Session>, reason: &str) {
-    session.event(Event::GuestDied(reason.to_owned()));
+    session.event(Event::QemuDied(reason.to_owned()));
     session.group.break_up();
     // Who should send the backup its last word may be the thread that is no more.
     session.group.each(Session::hang_up);

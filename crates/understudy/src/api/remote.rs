@@ -71,15 +71,13 @@ impl Porter {
     /// The question to be asked of a connection's certificate.
     fn asked(self: Arc<Self>, stream: &TlsStream<TcpStream>) -> Asked {
         let (_, tls) = stream.get_ref();
-        let certificate = tls.peer_certificates().and_then(<[_]>::first).cloned();
-        Arc::new(move || {
-            certificate.as_ref().map_or(Caller::Nameless, |certificate| self.caller(certificate))
-        })
+        let shown = tls.peer_certificates().map(<[_]>::to_vec);
+        Arc::new(move || shown.as_ref().map_or(Caller::Nameless, |shown| self.caller(shown)))
     }
 
-    fn caller(&self, certificate: &CertificateDer<'_>) -> Caller {
+    fn caller(&self, shown: &[CertificateDer<'_>]) -> Caller {
         let known = &self.config.certificates;
-        match self.tls.whose(certificate, known.keys()) {
+        match self.tls.whose(shown, known.keys()) {
             Ok(Some(name)) => Caller::Known(name.clone(), known[name]),
             Ok(None) => Caller::Unknown(
                 "your certificate is of this host's CA, and its name has no role: add it to \

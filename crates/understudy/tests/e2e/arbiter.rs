@@ -1,11 +1,12 @@
 //! A backup that does not reach the arbiter could never take over: it is not taken as one, is not
 //! called one any more when that happens later, and does not wait for ever after a cut.
 
+use crate::cluster::{Bank, bank_options};
 use crate::fencing::pass;
 use crate::refusals::quick;
 use crate::stage::{
-    Calm, LIMIT, await_degraded, await_forgotten, await_service, daemon, daemon_passing, options,
-    play, play_protected, protect, protection, prove_survival, refusal,
+    Calm, LIMIT, await_degraded, await_forgotten, await_service, daemon, daemon_passing, fail_at,
+    hand_over, options, play, play_protected, protect, protection, prove_survival, refusal,
 };
 use anyhow::{Context, Result, ensure};
 use std::io::{BufRead, BufReader};
@@ -120,6 +121,24 @@ fn a_hand_over_waits_for_the_end_of_a_lapse() {
         let ended = waiting.wait_with_output()?;
         ensure!(ended.status.success(), "{ended:?}");
         scene.await_live("b").map(drop)
+    });
+}
+
+/// Regression: whatever that host's members sent waited as long, those of others, too.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn an_arbiter_that_hangs_holds_up_no_frames_of_members() {
+    let mut options = bank_options().calm();
+    fail_at(&mut options, "a", "ask-member=1*sleep(3600000)");
+    play(options, |scene| {
+        let bank = Bank::found(scene)?;
+        bank.protect(0)?;
+        hand_over(scene.host("a")?, "bank0")?;
+        // Two members are on host b, and the third hears both.
+        bank.await_payments()?;
+        bank.audit()?;
+        scene.host("b")?.call(["vm", "stop", "bank0", "--force"])?;
+        bank.end()
     });
 }
 

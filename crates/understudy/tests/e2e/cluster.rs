@@ -346,11 +346,23 @@ fn a_snapshot_that_fails_when_it_is_stored_leaves_the_others_running() {
     a_daemon_dies("snapshot-saved");
 }
 
-/// A member stands still for as long as its daemon is away. The others wait for it.
 #[test]
 fn no_payment_is_lost_by_a_daemon_that_dies_while_its_member_is_loaded() {
+    a_member_is_taken_back("rejoin=off");
+}
+
+/// Regression: its fellows did not hear it any more, for good, and nobody said so.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_member_that_is_taken_back_and_cannot_join_at_once_joins_later() {
+    a_member_is_taken_back("rejoin=return");
+}
+
+/// A member stands still for as long as its daemon is away. The others wait for it.
+fn a_member_is_taken_back(points: &str) {
     let (mut options, held_store) = (bank_options(), HeldStore::new());
-    let environment = vec![held_store.environment()];
+    let (variable, held) = held_store.environment();
+    let environment = vec![(variable, format!("{held};{points}"))];
     let held = HostOptions { environment, ..with_cluster(daemon()) };
     options.daemons.insert("b".to_owned(), held);
     play(options, |scene| {

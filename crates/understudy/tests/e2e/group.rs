@@ -222,6 +222,20 @@ fn a_group_is_protected_again_by_itself() {
     });
 }
 
+/// Regression: nobody saw to the other one any more, which said for good that this one does.
+#[test]
+fn a_group_whose_leader_dies_while_it_is_unprotected_ends() {
+    play_group_with(repairing(), |scene, client, inner| {
+        inner.stop()?;
+        scene.host_mut("b")?.kill_everything()?;
+        await_words(scene, VM, "looking for a backup")?;
+        await_words(scene, COMPANION, "group pair is protected again with")?;
+        drop(client);
+        scene.host("a")?.kill_qemu(VM)?;
+        await_words(scene, COMPANION, "has died, which ended the group; not protected until")
+    });
+}
+
 /// What is wanted had been read before: it was protected again.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
@@ -396,6 +410,30 @@ fn the_host_of_a_group_is_cut_off() {
         let first = b.first_frame_after(cut_at)?.context("b answered no client")?;
         ensure!(a.frames_after(first)? == 0, "a still sent something after b had begun to");
         prove_survival(scene, client, inner, "b")
+    });
+}
+
+/// Regression: the winner answered by the first of them alone, and that host kept both until its operator ended them.
+#[test]
+fn a_host_that_was_cut_off_ends_its_copies_also_if_the_first_has_died_since() {
+    play_group(|scene, client, inner| {
+        inner.stop()?;
+        scene.lab().cut("a")?;
+        await_both(scene, "b")?;
+        await_service(&client)?;
+        drop(client);
+        scene.host("b")?.kill_qemu(VM)?;
+        wait_for("the first of them to have ended", LIMIT, || {
+            Ok((scene.host("b")?.status(VM)?["role"] == "fenced").then_some(()))
+        })?;
+        scene.lab().heal("a")?;
+        let a = scene.host("a")?;
+        wait_for("host a to keep none of them", LIMIT, || {
+            Ok((a.namespace().processes()? == [a.pid()]).then_some(()))
+        })?;
+        await_both_fenced(scene, "a")?;
+        ensure!(scene.host("b")?.status(COMPANION)?["live"] == true, "the other one has ended");
+        Ok(())
     });
 }
 

@@ -3,8 +3,8 @@
 
 use crate::group::{self, play_group_with};
 use crate::stage::{
-    Calm, LIMIT, PACE, await_degraded, await_service, daemon, has_backup, options, play,
-    prove_survival, repairing_daemon,
+    Calm, LIMIT, PACE, alone, await_degraded, await_service, daemon, has_backup, options, play,
+    protection, prove_survival, repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use std::fs;
@@ -180,6 +180,36 @@ fn a_panic_in_a_members_thread_moves_its_group() {
         group::prove_survival(scene, client, inner, "b")?;
         group::await_both_fenced(scene, "a")?;
         says_what_happened(scene, "a", "barrier")?;
+        are_the_same(scene, daemons)
+    });
+}
+
+/// Regression: nobody else had the other one yet, and it ended, too.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_panic_in_a_members_first_copy_takes_the_other_not_along() {
+    play(struck_options("first-copy"), |scene| {
+        let companion = Companion::new(scene)?;
+        scene.start_guest("a")?;
+        companion.start(scene.host("a")?)?;
+        scene.await_guest()?;
+        companion.await_boot(scene)?;
+        let client = companion.record_client(scene, PACE)?;
+        await_service(&client)?;
+        let daemons = daemons(scene)?;
+        scene.lab().limit_speed("b", 8)?;
+        let a = scene.host("a")?;
+        a.call(["protect", VM, COMPANION, "--group", "pair", "--to", "b", "--no-wait"])?;
+        let status = a.status(VM)?;
+        ensure!(protection(&status).0 == "syncing", "too fast to panic meanwhile: {status}");
+        strike("first-copy", "a", "send")?;
+        says_what_happened(scene, "a", "send")?;
+        wait_for("the companion to be alone", LIMIT, || {
+            let status = a.status(COMPANION)?;
+            ensure!(status["role"] == "primary", "it has ended, too: {status}");
+            Ok(alone(&status).is_some().then_some(()))
+        })?;
+        await_service(&client)?;
         are_the_same(scene, daemons)
     });
 }

@@ -1,8 +1,13 @@
 //! The arbiter's word on a host that says that it runs a member which is known to run elsewhere. Any known host can say
 //! so; believed, it would have what is sent to that member, and the member would be cut off.
 
-use understudy_arbiter::Arbiter;
+use crate::bounded;
+use crate::host::Host;
+use std::time::{Duration, Instant};
 use understudy_protocol::{Generation, HostName, Ownership, VmName};
+
+/// Time for the arbiter to answer.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// What the arbiter says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,17 +23,28 @@ pub enum Word {
 }
 
 impl Word {
-    /// Asks an arbiter for it, which takes as long as that has.
-    pub fn of(arbiter: Option<&Arbiter>) -> impl Fn(&VmName, &HostName, Generation) -> Word + '_ {
-        move |vm, host, generation| {
-            let Some(arbiter) = arbiter else { return Word::Nobody };
-            let is_its = |found: &Ownership| {
-                found.host.as_ref() == Some(host) && generation <= found.generation
+    /// Asks a host's arbiter for it. The frames of all members on a host wait for that: one that hangs is silent, and
+    /// is asked again as that one is.
+    pub fn of(host: &Host) -> impl Fn(&VmName, &HostName, Generation) -> Word + '_ {
+        move |vm, claimant, generation| {
+            let Some(arbiter) = host.arbiter.clone() else { return Word::Nobody };
+            // Known to be silent: a thread more would but hang with the others.
+            if host.findings.lock().arbiter.is_some() {
+                return Word::Silent;
+            }
+            let asked = vm.clone();
+            let ask = move || {
+                fail::fail_point!("ask-member");
+                arbiter.current(&asked).ok()
             };
-            match arbiter.current(vm) {
-                Ok(found) if found.as_ref().is_some_and(is_its) => Word::Yes,
-                Ok(_) => Word::No,
-                Err(_) => Word::Silent,
+            let found = bounded::by(Instant::now() + PATIENCE, format!("ask-{vm}"), ask);
+            let is_its = |found: &Ownership| {
+                found.host.as_ref() == Some(claimant) && generation <= found.generation
+            };
+            match found.ok().flatten().flatten() {
+                Some(found) if found.as_ref().is_some_and(is_its) => Word::Yes,
+                Some(_) => Word::No,
+                None => Word::Silent,
             }
         }
     }

@@ -47,7 +47,7 @@ fn take(host: &Host, network: &Network, peer: &HostName, message: &Message) -> a
         Kind::Presence => {
             let presence = read_json(message, Kind::Presence)?;
             // Here, as what the host sends next counts only then.
-            network.learn(peer, presence, &Word::of(host.arbiter.as_ref()));
+            network.learn(peer, presence, &Word::of(host));
         }
         kind => {
             ensure!(kind == Kind::Frames, "unexpected {kind:?} message between members");

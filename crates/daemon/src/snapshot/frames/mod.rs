@@ -108,7 +108,7 @@ fn tend(host: &Weak<Host>, network: &Arc<Network>) {
         for looks in (0..ASKED_AGAIN).cycle() {
             let Some(alive) = host.upgrade() else { break };
             if looks == 0 {
-                network.ask_again(&Word::of(alive.arbiter.as_ref()));
+                network.ask_again(&Word::of(&alive));
             }
             let known = alive.known_hosts();
             let own = alive.config.name.clone();
