@@ -34,10 +34,10 @@ impl Host {
         let vms = self.own_members(&members)?;
         let _none_is_repaired: Vec<_> = vms.iter().map(|vm| lock(&vm.protecting)).collect();
         // The operator decides: nothing else is tried meanwhile.
-        vms.iter().for_each(|vm| vm.repairer.ended());
+        vms.iter().for_each(|vm| vm.repairer().ended());
         let formers: Vec<GroupMembers> = vms
             .iter()
-            .filter_map(|vm| vm.repairer.group())
+            .filter_map(|vm| vm.repairer().group())
             .filter(|group| *group != members)
             .collect();
         let begun = common_policy(&vms, request.policy).and_then(|policy| {
@@ -118,12 +118,12 @@ impl Host {
         let group = primary::Group::new(membership, &plans[0].peer, bounds, Output::Held);
         // Before protection can be lost again.
         let wish = Wish { request, group: Some(members.clone()) };
-        let formers: Vec<_> = vms.iter().map(|vm| vm.repairer.wish()).collect();
-        vms.iter().for_each(|vm| vm.repairer.set_wish(Some(wish.clone())));
+        let formers: Vec<_> = vms.iter().map(|vm| vm.repairer().wish()).collect();
+        vms.iter().for_each(|vm| vm.repairer().set_wish(Some(wish.clone())));
         for (begun, (vm, plan)) in vms.iter().zip(plans).enumerate() {
             if let Err(error) = self.begin_protection(vm, plan, (group.clone(), begun)) {
                 for (vm, former) in vms.iter().zip(formers) {
-                    vm.repairer.take_back(former);
+                    vm.repairer().take_back(former);
                 }
                 self.abandon(&vms[..begun], &error);
                 return Err(error);
@@ -155,7 +155,7 @@ impl Host {
             if let Err(error) = self.end_protection(vm) {
                 warn!(vm = %vm.name(), "{error}");
             }
-            match vm.repairer.wish() {
+            match vm.repairer().wish() {
                 Some(_) => vm.degrade(error.to_string()),
                 None => vm.accept_unprotected(),
             }
@@ -170,21 +170,21 @@ impl Host {
 
     /// The VMs on this host that are to be protected with a VM.
     pub(crate) fn wanted_fellows(&self, vm: &PrimaryVm) -> Vec<Arc<PrimaryVm>> {
-        let members = vm.repairer.group().map(|group| self.wanted_members(&group));
+        let members = vm.repairer().group().map(|group| self.wanted_members(&group));
         let others = members.into_iter().flatten().filter(|other| other.name() != vm.name());
         others.collect()
     }
 
     /// The VMs on this host that are to be protected as this group.
     fn wanted_members(&self, group: &GroupMembers) -> Vec<Arc<PrimaryVm>> {
-        let is_member = |vm: &Arc<PrimaryVm>| vm.repairer.group().as_ref() == Some(group);
+        let is_member = |vm: &Arc<PrimaryVm>| vm.repairer().group().as_ref() == Some(group);
         self.primaries().into_iter().filter(is_member).collect()
     }
 
     /// A VM leaves its host for good, and with it its group.
     pub(crate) fn leave_group(&self, vm: &PrimaryVm) {
-        if let Some(group) = vm.repairer.group() {
-            vm.repairer.set_wish(None);
+        if let Some(group) = vm.repairer().group() {
+            vm.repairer().set_wish(None);
             self.dissolve(&group, vm.name(), "was stopped");
         }
     }
@@ -194,7 +194,7 @@ impl Host {
     pub(crate) fn dissolve(&self, group: &GroupMembers, who: &str, what: &str) {
         for vm in self.wanted_members(group) {
             self.want(&vm, None);
-            vm.repairer.ended();
+            vm.repairer().ended();
             // One that is still protected says itself how that goes on.
             if vm.active_session().is_none() {
                 let reason = format!(
