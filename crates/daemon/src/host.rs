@@ -241,7 +241,7 @@ impl Host {
             lobby: Arc::default(),
             protecting: Common::default(),
             membership: Membership::new(),
-            snapshots: Snapshots::default(),
+            snapshots: Snapshots::of(&vms),
             watchdog: Petting::new(),
             orphans: Orphans::of_inventory(&vms),
             known_ends: KnownEnds::of(&vms),
