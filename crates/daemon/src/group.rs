@@ -18,7 +18,7 @@ use understudy_replication::primary;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
 use understudy_report::{DiskReads, GroupRequest, Mode, ProtectRequest, VmStatus};
-use understudy_threads::lock;
+use understudy_threads::{MutexGuard, lock};
 
 impl Host {
     /// Starts protecting VMs of this host as one group; returns when the peer has
@@ -29,10 +29,9 @@ impl Host {
         request: GroupRequest,
     ) -> Result<Vec<VmStatus>, HostError> {
         check_request(name, &request)?;
-        let _protecting = self.protecting.lock();
         let members = GroupMembers { name: name.to_owned(), vms: request.vms };
         let vms = self.own_members(&members)?;
-        let _none_is_repaired: Vec<_> = vms.iter().map(|vm| lock(&vm.protecting)).collect();
+        let _none_is_repaired = hold(&vms);
         // The operator decides: nothing else is tried meanwhile.
         vms.iter().for_each(|vm| vm.repairer().ended());
         let formers: Vec<GroupMembers> = vms
@@ -71,7 +70,6 @@ impl Host {
         leader: &Arc<PrimaryVm>,
         to: &str,
     ) -> Result<(), HostError> {
-        let _protecting = self.protecting.lock();
         let wish = self.still_wanted(leader)?;
         let Some(members) = &wish.group else {
             let message = format!("{} is in no group any more", leader.name());
@@ -79,7 +77,7 @@ impl Host {
         };
         let vms = self.own_members(members)?;
         pass("protect-group-again");
-        let _nobody_else: Vec<_> = vms.iter().map(|vm| lock(&vm.protecting)).collect();
+        let _nobody_else = hold(&vms);
         // Before all of them were held the operator may have decided otherwise.
         if self.still_wanted(leader)? != wish {
             let message = format!("{} is to be protected in another way by now", leader.name());
@@ -193,8 +191,10 @@ impl Host {
     /// `who` did `what`.
     pub(crate) fn dissolve(&self, group: &GroupMembers, who: &str, what: &str) {
         for vm in self.wanted_members(group) {
-            self.want(&vm, None);
-            vm.repairer().ended();
+            if !vm.repairer().leave(group) {
+                continue;
+            }
+            self.note_wish(&vm);
             // One that is still protected says itself how that goes on.
             if vm.active_session().is_none() {
                 let reason = format!(
@@ -206,6 +206,13 @@ impl Host {
             }
         }
     }
+}
+
+/// Locks all members' protection, by their names: groups that share members do not wait for each other for ever.
+fn hold(vms: &[Arc<PrimaryVm>]) -> Vec<MutexGuard<'_, ()>> {
+    let mut by_name: Vec<_> = vms.iter().collect();
+    by_name.sort_by_key(|vm| vm.name());
+    by_name.into_iter().map(|vm| lock(&vm.protecting)).collect()
 }
 
 fn check_request(name: &GroupName, request: &GroupRequest) -> Result<(), HostError> {

@@ -83,9 +83,6 @@ pub struct Host {
     pub(crate) arrivals: Arrivals,
     /// Connections of hosts that are not known yet.
     pub(crate) lobby: Arc<Lobby>,
-    /// Lock that is held while a group's protection is set up. Not `adding`: two hosts that
-    /// protect to each other would wait for each other.
-    pub(crate) protecting: Common<()>,
     /// Its membership, as far as etcd knows it.
     pub(crate) membership: Membership,
     /// State of what it does for snapshots and restores.
@@ -239,7 +236,6 @@ impl Host {
             adding: Common::default(),
             arrivals: Arrivals::of(&vms),
             lobby: Arc::default(),
-            protecting: Common::default(),
             membership: Membership::new(),
             snapshots: Snapshots::of(&vms),
             watchdog: Petting::new(),

@@ -92,6 +92,18 @@ impl Repairer<'_> {
         }
     }
 
+    /// The VM is not wanted in this group any more, which nobody asked for; false if something else is wanted by now.
+    pub fn leave(&self, group: &GroupMembers) -> bool {
+        self.state(|state| {
+            let is_in = state.leave(group);
+            if is_in {
+                // Before anybody can wish for something else.
+                self.ended();
+            }
+            is_in
+        })
+    }
+
     /// Protection is lost, by the end `of` a session, or could not be set up; whether it shall be restored.
     pub fn lost(&self, reason: &str, of: Option<&str>) -> bool {
         let (is_wanted, is_own) = self.state(|state| {

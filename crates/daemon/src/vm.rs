@@ -36,7 +36,8 @@ pub struct PrimaryVm {
     pub events: VmEvents,
     /// Mail of the thread that restores its protection.
     pub(crate) repairs: repair::Mail,
-    /// Lock that is held while protection is set up or ended.
+    /// Lock that is held while protection is set up or ended; those of a group in the order of their names. Not the host's
+    /// `adding`: two hosts that protect to each other would wait for each other.
     pub protecting: Mutex<()>,
     /// Whether its guest does what its lease says.
     pub(crate) tenure: Tenure,

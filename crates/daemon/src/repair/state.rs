@@ -59,6 +59,11 @@ impl State {
         Some(wish.followed_by(vm).map_or(Restorer::Itself, Restorer::First))
     }
 
+    /// Takes the wish back if it is for this group; whether it was.
+    pub(super) fn leave(&mut self, group: &GroupMembers) -> bool {
+        self.wish.take_if(|wish| wish.group.as_ref() == Some(group)).is_some()
+    }
+
     pub(super) fn diverged(&mut self, now: Time) {
         let (count, last) = self.divergences;
         let in_a_row = now - last < HEALTHY;
@@ -167,6 +172,17 @@ mod tests {
         let mut ended = state(true, true);
         ended.wish = None;
         assert_eq!(ended.restorer(&literal("db")), None);
+    }
+
+    /// A group that another order has protected since was left without repair.
+    #[test]
+    fn a_wish_is_taken_back_with_its_group_alone() {
+        let mut state = state(true, true);
+        let group = state.wish.as_ref().and_then(|wish| wish.group.clone()).unwrap();
+        let other = GroupMembers { name: literal("other"), ..group.clone() };
+        assert!(!state.leave(&other) && state.wish.is_some());
+        assert!(state.leave(&group) && state.wish.is_none());
+        assert!(!state.leave(&group));
     }
 
     #[test]
