@@ -299,7 +299,7 @@ fn follow(session: &Arc<Session>, following: &Arc<Following>) -> anyhow::Result<
     let (machine, log) = (session.machine(), following.clone());
     spawn("feed", session, move |session| lockstep::feed(session, &machine, &log))?;
     let log = following.clone();
-    spawn("reads", session, move |_| log.reads().run())?;
+    spawn("reads", session, move |_| log.answer_reads())?;
     let (machine, log) = (session.machine(), following.clone());
     spawn("follow", session, move |session| lockstep::watch(session, &machine, &log))
 }
