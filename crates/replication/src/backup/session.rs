@@ -62,9 +62,6 @@ pub struct Session {
     pub(super) former: Arc<dyn Fn() -> Option<Ownership> + Send + Sync>,
     /// The paths to the primary.
     pub paths: PathMonitor,
-    /// The frames that the primary's guest receives, and those it sent that the primary may not
-    /// have released, for a take-over.
-    pub frames: Frames,
     pub(super) data: Arc<Channel>,
     pub(super) heartbeats: Heartbeats,
     pub(super) arbiter: Arbiter,
@@ -103,6 +100,9 @@ pub(super) struct Present {
     pub wish: Option<ProtectRequest>,
     /// Orders of the primary beside it.
     pub orders: Orders,
+    /// The frames that the primary's guest receives, and those it sent that the primary may not
+    /// have released, for a take-over.
+    pub frames: Frames,
 }
 
 impl Session {
@@ -221,7 +221,8 @@ impl Session {
     /// The epoch is committed: what its part is worth for a take-over is kept.
     fn commit(&self) {
         let Ok(mut part) = self.staged.1.try_recv() else { return };
-        self.frames.commit(part.epoch, &std::mem::take(&mut part.outbound));
+        let outbound = std::mem::take(&mut part.outbound);
+        self.frames(|frames| frames.commit(part.epoch, &outbound));
         let other = part.turn.and_then(|turn| self.commit_turn(turn));
         let _ = self.commits.send(Committed { part, other });
     }
@@ -342,7 +343,9 @@ impl Session {
     pub(super) fn close_connections(&self) {
         self.data.close();
         self.heartbeats.close();
-        self.frames.close();
+        if let Some(link) = self.frames(Frames::close) {
+            link.close();
+        }
     }
 }
 
