@@ -118,7 +118,7 @@ impl Session {
             true => lag_ms + report.total_ms,
             false => (now() - from.taken).as_secs_f64() * 1e3,
         };
-        let planned = self.group.core().is_planned();
+        let planned = self.group.core().standby.is_planned();
         TakeoverReport { planned, lag_ms, outage_ms, injected_frames, resent_frames, ..report }
     }
 
