@@ -18,7 +18,7 @@ impl Host {
         to: &str,
     ) -> Result<VmStatus, HostError> {
         let vm = self.going_primary(name)?;
-        if vm.repairer.wish().is_none() {
+        if vm.repairer().wish().is_none() {
             let message = format!(
                 "nobody wants {name} to be protected: say how it is to be, `understudy protect {name} --to {to}`"
             );
@@ -27,8 +27,8 @@ impl Host {
         let all: Vec<_> = once(vm.clone()).chain(self.wanted_fellows(&vm)).collect();
         // The operator decides: nothing else is tried meanwhile.
         for vm in &all {
-            vm.repairer.ended();
-            vm.repairer.trust_lockstep();
+            vm.repairer().ended();
+            vm.repairer().trust_lockstep();
         }
         if let Err(error) = self.protect_again(&vm, to) {
             for vm in all.iter().filter(|vm| vm.is_degraded()) {

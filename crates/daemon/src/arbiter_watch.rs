@@ -68,7 +68,7 @@ fn silent() -> Unreachable {
 fn host_hears(host: &Weak<Host>, found: Found) -> bool {
     let Some(host) = host.upgrade() else { return false };
     let problem = found.as_ref().err().map(|Unreachable(reason)| format!("arbiter: {reason}"));
-    let before = std::mem::replace(&mut host.findings.lock().arbiter, problem.clone());
+    let before = host.vms.note(|all| std::mem::replace(&mut all.findings.arbiter, problem.clone()));
     match (&found, problem) {
         (_, Some(reason)) if before.as_ref() != Some(&reason) => {
             host.events.record(EventKind::ArbiterLost { reason });

@@ -302,13 +302,13 @@ impl Host {
 
     /// Has the VM be protected as `wish` says, from now on and when it comes up with its host.
     pub(crate) fn want(&self, vm: &PrimaryVm, wish: Option<Wish>) {
-        vm.repairer.set_wish(wish);
+        vm.repairer().set_wish(wish);
         self.note_wish(vm);
     }
 
     /// Notes how the VM is to be protected when it comes up with its host: as it is to be now.
     pub(crate) fn note_wish(&self, vm: &PrimaryVm) {
-        let (name, wish) = (vm.name(), vm.repairer.wish());
+        let (name, wish) = (vm.name(), vm.repairer().wish());
         if let Err(error) = self.records.change(name, |record| put_wish(record, wish.as_ref())) {
             warn!(vm = %name, "{error}");
         }

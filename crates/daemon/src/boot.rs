@@ -407,7 +407,7 @@ impl Host {
         let follows = |session: &Arc<primary::Session>| session.mode() == Mode::Lockstep;
         let Some(session) = vm.active_session().filter(follows) else { return Ok(None) };
         // Nor is another backup looked for while the guest may be about to end.
-        vm.repairer.ended();
+        vm.repairer().ended();
         self.end_protection(vm).inspect_err(|_| vm.goes_on_unasked())?;
         Ok(Some(session.membership().remedy()))
     }

@@ -24,7 +24,7 @@ fn run(host: &Weak<Host>) {
     while let Some(host) = host.upgrade() {
         let mut found = BTreeMap::new();
         host.primaries().iter().for_each(|vm| look(vm, &mut found));
-        let before = std::mem::replace(&mut host.findings.lock().cards, found.clone());
+        let before = host.vms.note(|all| std::mem::replace(&mut all.findings.cards, found.clone()));
         for (card, problem) in &found {
             if before.get(card) != Some(problem) {
                 let (vm, mac) = card;
@@ -64,15 +64,16 @@ impl Host {
         let told = |((vm, mac), problem): (&(VmName, String), &String)| {
             format!("{vm} is not connected, card {mac}: {problem}")
         };
-        self.findings.lock().cards.iter().map(told).collect()
+        self.vms.look(|all| all.findings.cards.iter().map(told).collect())
     }
 
     /// Says of a VM's cards why they are on no bridge.
     pub(crate) fn describe_cards(&self, status: &mut VmStatus) {
-        let findings = self.findings.lock();
-        for card in &mut status.cards {
-            let key = (status.name.clone(), card.mac.clone());
-            card.problem = findings.cards.get(&key).cloned();
-        }
+        self.vms.look(|all| {
+            for card in &mut status.cards {
+                let key = (status.name.clone(), card.mac.clone());
+                card.problem = all.findings.cards.get(&key).cloned();
+            }
+        });
     }
 }

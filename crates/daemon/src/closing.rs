@@ -110,7 +110,7 @@ impl Host {
 
     /// The VMs that have a backup soon, and none yet.
     fn being_protected(&self) -> Vec<String> {
-        let soon = |vm: &PrimaryVm| vm.active_session().is_some() || vm.repairer.is_restoring();
+        let soon = |vm: &PrimaryVm| vm.active_session().is_some() || vm.repairer().is_restoring();
         let running = self.running().into_iter();
         let awaited = running.filter(|vm| !vm.is_protected() && soon(vm));
         awaited.map(|vm| vm.name().to_string()).collect()
@@ -161,7 +161,7 @@ impl Host {
     /// The VMs that nobody is to take over.
     fn without_a_wish(&self) -> Vec<Arc<PrimaryVm>> {
         let mut alone = self.running();
-        alone.retain(|vm| vm.active_session().is_none() && vm.repairer.wish().is_none());
+        alone.retain(|vm| vm.active_session().is_none() && vm.repairer().wish().is_none());
         alone
     }
 

@@ -175,6 +175,10 @@ impl Host {
     fn end_backups(self: &Arc<Self>, session: &Arc<backup::Session>, reason: &str) {
         let names: Vec<VmName> =
             session.membership().members.iter().map(|member| member.vm.clone()).collect();
+        // At once: before they are told, others may have to be waited for.
+        for fellow in names.iter().filter_map(|name| self.backup_beside(name, session)) {
+            fellow.machine().halt();
+        }
         session.end_after_panic(reason);
         let deadline = Instant::now() + PATIENCE;
         while Instant::now() < deadline && names.iter().any(|name| self.is_backup(name, session)) {
@@ -207,6 +211,18 @@ impl Host {
 
     /// Whether the VM is backed up here in the group of that session.
     fn is_backup(&self, name: &VmName, session: &backup::Session) -> bool {
-        matches!(self.vms.get(name), Some(Vm::Backup(own)) if own.is_fellow(session))
+        self.backup_beside(name, session).is_some()
+    }
+
+    /// The session of a VM that is backed up in the same group.
+    fn backup_beside(
+        &self,
+        name: &VmName,
+        session: &backup::Session,
+    ) -> Option<Arc<backup::Session>> {
+        match self.vms.get(name) {
+            Some(Vm::Backup(own)) if own.is_fellow(session) => Some(own),
+            _ => None,
+        }
     }
 }

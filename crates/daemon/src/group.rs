@@ -18,7 +18,7 @@ use understudy_replication::primary;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
 use understudy_report::{DiskReads, GroupRequest, Mode, ProtectRequest, VmStatus};
-use understudy_threads::lock;
+use understudy_threads::{MutexGuard, lock};
 
 impl Host {
     /// Starts protecting VMs of this host as one group; returns when the peer has
@@ -29,15 +29,14 @@ impl Host {
         request: GroupRequest,
     ) -> Result<Vec<VmStatus>, HostError> {
         check_request(name, &request)?;
-        let _protecting = self.protecting.lock();
         let members = GroupMembers { name: name.to_owned(), vms: request.vms };
         let vms = self.own_members(&members)?;
-        let _none_is_repaired: Vec<_> = vms.iter().map(|vm| lock(&vm.protecting)).collect();
+        let _none_is_repaired = hold(&vms);
         // The operator decides: nothing else is tried meanwhile.
-        vms.iter().for_each(|vm| vm.repairer.ended());
+        vms.iter().for_each(|vm| vm.repairer().ended());
         let formers: Vec<GroupMembers> = vms
             .iter()
-            .filter_map(|vm| vm.repairer.group())
+            .filter_map(|vm| vm.repairer().group())
             .filter(|group| *group != members)
             .collect();
         let begun = common_policy(&vms, request.policy).and_then(|policy| {
@@ -71,7 +70,6 @@ impl Host {
         leader: &Arc<PrimaryVm>,
         to: &str,
     ) -> Result<(), HostError> {
-        let _protecting = self.protecting.lock();
         let wish = self.still_wanted(leader)?;
         let Some(members) = &wish.group else {
             let message = format!("{} is in no group any more", leader.name());
@@ -79,7 +77,7 @@ impl Host {
         };
         let vms = self.own_members(members)?;
         pass("protect-group-again");
-        let _nobody_else: Vec<_> = vms.iter().map(|vm| lock(&vm.protecting)).collect();
+        let _nobody_else = hold(&vms);
         // Before all of them were held the operator may have decided otherwise.
         if self.still_wanted(leader)? != wish {
             let message = format!("{} is to be protected in another way by now", leader.name());
@@ -118,12 +116,12 @@ impl Host {
         let group = primary::Group::new(membership, &plans[0].peer, bounds, Output::Held);
         // Before protection can be lost again.
         let wish = Wish { request, group: Some(members.clone()) };
-        let formers: Vec<_> = vms.iter().map(|vm| vm.repairer.wish()).collect();
-        vms.iter().for_each(|vm| vm.repairer.set_wish(Some(wish.clone())));
+        let formers: Vec<_> = vms.iter().map(|vm| vm.repairer().wish()).collect();
+        vms.iter().for_each(|vm| vm.repairer().set_wish(Some(wish.clone())));
         for (begun, (vm, plan)) in vms.iter().zip(plans).enumerate() {
             if let Err(error) = self.begin_protection(vm, plan, (group.clone(), begun)) {
                 for (vm, former) in vms.iter().zip(formers) {
-                    vm.repairer.take_back(former);
+                    vm.repairer().take_back(former);
                 }
                 self.abandon(&vms[..begun], &error);
                 return Err(error);
@@ -160,7 +158,7 @@ impl Host {
             if let Err(error) = self.end_protection(vm) {
                 warn!(vm = %vm.name(), "{error}");
             }
-            match vm.repairer.wish() {
+            match vm.repairer().wish() {
                 Some(_) => vm.degrade(error.to_string()),
                 None => vm.accept_unprotected(),
             }
@@ -175,21 +173,21 @@ impl Host {
 
     /// The VMs on this host that are to be protected with a VM.
     pub(crate) fn wanted_fellows(&self, vm: &PrimaryVm) -> Vec<Arc<PrimaryVm>> {
-        let members = vm.repairer.group().map(|group| self.wanted_members(&group));
+        let members = vm.repairer().group().map(|group| self.wanted_members(&group));
         let others = members.into_iter().flatten().filter(|other| other.name() != vm.name());
         others.collect()
     }
 
     /// The VMs on this host that are to be protected as this group.
     fn wanted_members(&self, group: &GroupMembers) -> Vec<Arc<PrimaryVm>> {
-        let is_member = |vm: &Arc<PrimaryVm>| vm.repairer.group().as_ref() == Some(group);
+        let is_member = |vm: &Arc<PrimaryVm>| vm.repairer().group().as_ref() == Some(group);
         self.primaries().into_iter().filter(is_member).collect()
     }
 
     /// A VM leaves its host for good, and with it its group.
     pub(crate) fn leave_group(&self, vm: &PrimaryVm) {
-        if let Some(group) = vm.repairer.group() {
-            vm.repairer.set_wish(None);
+        if let Some(group) = vm.repairer().group() {
+            vm.repairer().set_wish(None);
             self.dissolve(&group, vm.name(), "was stopped");
         }
     }
@@ -200,9 +198,9 @@ impl Host {
         let leads = |group: &GroupMembers| group.vms.first() == Some(leader.name());
         // A session that has ended it for the sake of another host decides there about the group.
         if leader.bound_session().is_none()
-            && let Some(group) = leader.repairer.group().filter(leads)
+            && let Some(group) = leader.repairer().group().filter(leads)
         {
-            leader.repairer.set_wish(None);
+            leader.repairer().set_wish(None);
             self.dissolve(&group, leader.name(), "has died");
         }
     }
@@ -211,8 +209,10 @@ impl Host {
     /// `who` did `what`.
     pub(crate) fn dissolve(&self, group: &GroupMembers, who: &str, what: &str) {
         for vm in self.wanted_members(group) {
-            self.want(&vm, None);
-            vm.repairer.ended();
+            if !vm.repairer().leave(group) {
+                continue;
+            }
+            self.note_wish(&vm);
             // One that is still protected says itself how that goes on.
             if vm.active_session().is_none() {
                 let reason = format!(
@@ -224,6 +224,13 @@ impl Host {
             }
         }
     }
+}
+
+/// Locks all members' protection, by their names: groups that share members do not wait for each other for ever.
+fn hold(vms: &[Arc<PrimaryVm>]) -> Vec<MutexGuard<'_, ()>> {
+    let mut by_name: Vec<_> = vms.iter().collect();
+    by_name.sort_by_key(|vm| vm.name());
+    by_name.into_iter().map(|vm| lock(&vm.protecting)).collect()
 }
 
 fn check_request(name: &GroupName, request: &GroupRequest) -> Result<(), HostError> {

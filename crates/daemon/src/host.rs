@@ -8,7 +8,6 @@ use crate::autostart::{self, Awaited};
 use crate::boot::Past;
 use crate::config::{ClusterConfig, HostConfig};
 use crate::containment::{self, Panics};
-use crate::findings::Findings;
 use crate::gate::address;
 use crate::gate::lobby::Lobby;
 use crate::inventory::Inventory;
@@ -84,11 +83,6 @@ pub struct Host {
     pub(crate) arrivals: Arrivals,
     /// Connections of hosts that are not known yet.
     pub(crate) lobby: Arc<Lobby>,
-    /// Lock that is held while a group's protection is set up. Not `adding`: two hosts that
-    /// protect to each other would wait for each other.
-    pub(crate) protecting: Common<()>,
-    /// What those have found who look after this host.
-    pub(crate) findings: Common<Findings>,
     /// Its membership, as far as etcd knows it.
     pub(crate) membership: Membership,
     /// State of what it does for snapshots and restores.
@@ -227,9 +221,9 @@ impl Host {
             .map_err(|error| HostError::new(ErrorKind::Invalid, format!("[arbiter]: {error:#}")))?;
         let (panics, told) = crossbeam_channel::unbounded();
         let vms = Inventory::default();
+        vms.note(|all| all.findings.peers = Peers::of(&config));
         let host = Arc::new(Host {
             records,
-            findings: Common::new(Findings { peers: Peers::of(&config), ..Findings::default() }),
             config,
             keeps,
             _state_dir: state_dir,
@@ -242,9 +236,8 @@ impl Host {
             adding: Common::default(),
             arrivals: Arrivals::of(&vms),
             lobby: Arc::default(),
-            protecting: Common::default(),
             membership: Membership::new(),
-            snapshots: Snapshots::default(),
+            snapshots: Snapshots::of(&vms),
             watchdog: Petting::new(),
             orphans: Orphans::of_inventory(&vms),
             known_ends: KnownEnds::of(&vms),

@@ -1,12 +1,15 @@
 //! The inventory of a host: what it knows of each VM, by name. It runs it, backs it up or has lost it;
-//! or the VM is about to come, is to come up, or has been left by a process before this one.
+//! or the VM is about to come, is to come up, or has been left by a process before this one. With it is what those find
+//! who look after the host, and what it knows for snapshots.
 //!
 //! One lock for all of that. Whoever has it looks something up or puts something in, and waits for
 //! nothing; what comes out is dropped without it, for that may be the last of a machine.
 
 use crate::arrivals::Expected;
+use crate::findings::Findings;
 use crate::keeper::note::Note;
 use crate::orphans::Waiting;
+use crate::snapshot;
 use crate::vm::{PrimaryVm, Vm};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Weak};
@@ -46,6 +49,10 @@ pub(crate) struct Entries {
     pub known_ends: BTreeMap<VmName, Note>,
     /// Number of times that a keeper was noticed to have begun, to have ended, or to be about to get a VM.
     pub turns_of_keepers: u64,
+    /// Findings of those who look after this host.
+    pub findings: Findings,
+    /// What it knows for snapshots and restores.
+    pub snapshots: snapshot::Known,
 }
 
 impl Inventory {
@@ -59,6 +66,11 @@ impl Inventory {
         let changed = change(&mut self.0.lock());
         self.0.wake();
         changed
+    }
+
+    /// Changes something that nobody waits for.
+    pub fn note<T>(&self, change: impl FnOnce(&mut Entries) -> T) -> T {
+        change(&mut self.0.lock())
     }
 
     /// Tells whoever looks after keepers that there is something to look at.

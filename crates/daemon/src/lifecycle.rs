@@ -5,7 +5,7 @@ mod machine_events;
 use crate::bounded;
 use crate::containment;
 use crate::host::{Host, PEER_TIMEOUT};
-use crate::repair::{self, Repairer, Wish};
+use crate::repair::{self, Wish};
 use crate::vm::{EndAsked, FencedVm, PrimaryVm, Vm};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -114,8 +114,8 @@ impl Host {
     ) -> Arc<PrimaryVm> {
         let name = machine.definition().name.clone();
         let (events, lease) = (self.events.of(&name), Lease::new(self.config.lease));
-        let repairer = Repairer::new(&name, wish, self.config.repair.enabled);
-        let vm = Arc::new(PrimaryVm::new(machine, generation, repairer, events, lease));
+        let repair = repair::State::new(wish, self.config.repair.enabled);
+        let vm = Arc::new(PrimaryVm::new(machine, generation, repair, events, lease));
         // A record that cannot be read may name another host.
         let copied = self
             .record(&name)
@@ -148,7 +148,7 @@ impl Host {
     /// no protection any more; `remedy` is his, if it is not protected again without one.
     pub(crate) fn degraded(self: &Arc<Self>, vm: &Arc<PrimaryVm>, reason: String, remedy: &str) {
         let _protecting = lock(&vm.protecting);
-        if vm.active_session().is_none() && vm.repairer.wish().is_some() {
+        if vm.active_session().is_none() && vm.repairer().wish().is_some() {
             self.begin_degraded(vm, reason, remedy);
         }
     }
@@ -182,7 +182,7 @@ impl Host {
                 vm.events.record(EventKind::ProtectionLost { reason: reason.clone() });
                 self.note_generation(vm);
                 if vm.has_diverged() {
-                    vm.repairer.diverged();
+                    vm.repairer().diverged();
                 }
                 if !vm.machine().is_alive() {
                     self.dissolve_without(vm);
@@ -267,7 +267,7 @@ impl Host {
             matches!(phase, PrimaryPhase::Halted(_) | PrimaryPhase::Alone(_))
         };
         let mut ended = session.wait_for_phase(PEER_TIMEOUT, is_end);
-        if ended.is_err() && vm.repairer.wish().is_some() {
+        if ended.is_err() && vm.repairer().wish().is_some() {
             session.event(Event::StillWanted);
             ended = session.wait_for_phase(Duration::ZERO, is_end);
         }

@@ -173,13 +173,13 @@ impl Host {
     fn look_at_members(&self, etcd: &Etcd) -> anyhow::Result<bool> {
         let mut members = all(etcd)?;
         let is_there = members.remove(&self.config.name).is_some();
-        self.findings.lock().members = members;
+        self.vms.note(|all| all.findings.members = members);
         Ok(is_there)
     }
 
     /// The other members, as etcd last told; none without etcd.
     pub(crate) fn members(&self) -> BTreeMap<HostName, Member> {
-        self.findings.lock().members.clone()
+        self.vms.look(|all| all.findings.members.clone())
     }
 }
 

@@ -2,8 +2,8 @@
 //! without a restart: a restart ends guests.
 
 use crate::config::HostConfig;
-use crate::findings::Findings;
 use crate::host::Host;
+use crate::inventory::Inventory;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::Path;
@@ -12,7 +12,6 @@ use std::thread;
 use std::time::Duration;
 use tracing::{info, warn};
 use understudy_protocol::HostName;
-use understudy_threads::Common;
 
 /// Time between two looks at the file.
 const INTERVAL: Duration = Duration::from_secs(2);
@@ -36,25 +35,25 @@ impl Peers {
 impl Host {
     /// The peers that the configuration has now, with an address for each path.
     pub(crate) fn peers(&self) -> BTreeMap<HostName, Vec<SocketAddr>> {
-        self.findings.lock().peers.by_name.clone()
+        self.vms.look(|all| all.findings.peers.by_name.clone())
     }
 
     /// Problem with the changed configuration.
     pub(crate) fn problem_of_peers(&self) -> Option<String> {
-        self.findings.lock().peers.problem.clone()
+        self.vms.look(|all| all.findings.peers.problem.clone())
     }
 
     /// Takes over the [peers] of the file now: somebody names one who joined a moment ago. What is wrong with it, the
     /// next look tells.
     pub(crate) fn look_at_peers(&self) {
-        let _ = refresh(&self.findings, &self.config.file);
+        let _ = refresh(&self.vms, &self.config.file);
     }
 }
 
 /// Takes over what the file has now; returns whether that is something else.
-fn refresh(findings: &Common<Findings>, file: &Path) -> Result<bool, String> {
+fn refresh(vms: &Inventory, file: &Path) -> Result<bool, String> {
     let fresh = HostConfig::load(file).map_err(|error| error.message)?.peers;
-    let former = std::mem::replace(&mut findings.lock().peers.by_name, fresh.clone());
+    let former = vms.note(|all| std::mem::replace(&mut all.findings.peers.by_name, fresh.clone()));
     Ok(former != fresh)
 }
 
@@ -69,7 +68,7 @@ pub fn watch(host: &Arc<Host>) {
 
 fn run(host: &Weak<Host>) {
     while let Some(host) = host.upgrade() {
-        let problem = match refresh(&host.findings, &host.config.file) {
+        let problem = match refresh(&host.vms, &host.config.file) {
             Ok(true) => {
                 let names = host.peers().into_keys().collect::<Vec<_>>();
                 info!("[peers] has changed and is in use: {names:?}");
@@ -78,7 +77,9 @@ fn run(host: &Weak<Host>) {
             Ok(false) => None,
             Err(error) => Some(unused(host.config.keepers, &error)),
         };
-        let before = std::mem::replace(&mut host.findings.lock().peers.problem, problem.clone());
+        let before = host
+            .vms
+            .note(|all| std::mem::replace(&mut all.findings.peers.problem, problem.clone()));
         if let Some(problem) = problem.filter(|problem| before.as_ref() != Some(problem)) {
             warn!("{problem}");
         }
@@ -116,14 +117,15 @@ mod tests {
         let head = "name = 'a'\nlisten = '127.0.0.1:7700'\n[peers]\n";
         std::fs::write(&file, head).unwrap();
         let peers = Peers::of(&HostConfig::load(&file).unwrap());
-        let findings = Common::new(Findings { peers, ..Findings::default() });
-        let knows_b = || findings.lock().peers.by_name.contains_key("b");
-        assert_eq!(refresh(&findings, &file), Ok(false));
+        let vms = Inventory::default();
+        vms.note(|all| all.findings.peers = peers);
+        let knows_b = || vms.look(|all| all.findings.peers.by_name.contains_key("b"));
+        assert_eq!(refresh(&vms, &file), Ok(false));
         std::fs::write(&file, format!("{head}b = '127.0.0.1:7701'\n")).unwrap();
-        assert_eq!(refresh(&findings, &file), Ok(true));
+        assert_eq!(refresh(&vms, &file), Ok(true));
         assert!(knows_b());
         std::fs::write(&file, format!("{head}b = 7\n")).unwrap();
-        assert!(refresh(&findings, &file).unwrap_err().contains("peers.b"));
+        assert!(refresh(&vms, &file).unwrap_err().contains("peers.b"));
         assert!(knows_b(), "what was right is kept");
     }
 }

@@ -58,9 +58,9 @@ impl Host {
             return Ok(Vm::Primary(vm.clone()).status());
         }
         // The operator decides: nothing else is tried meanwhile.
-        vm.repairer.ended();
-        vm.repairer.trust_lockstep();
-        let former = vm.repairer.group();
+        vm.repairer().ended();
+        vm.repairer().trust_lockstep();
+        let former = vm.repairer().group();
         let begun = self.begin_alone(&vm, request);
         match (&begun, former) {
             (Ok(()), Some(former)) => self.dissolve(&former, name, "is protected by itself"),
@@ -79,12 +79,12 @@ impl Host {
         vm: &Arc<PrimaryVm>,
         to: &str,
     ) -> Result<(), HostError> {
-        if vm.repairer.group().is_some() {
+        if vm.repairer().group().is_some() {
             return self.protect_group_again(vm, to);
         }
         let _protecting = lock(&vm.protecting);
         let mut request = ProtectRequest { to: to.to_owned(), ..self.still_wanted(vm)?.request };
-        if request.mode == Mode::Lockstep && vm.repairer.distrusts_lockstep() {
+        if request.mode == Mode::Lockstep && vm.repairer().distrusts_lockstep() {
             (request.mode, request.disk_reads) = (Mode::Checkpoint, DiskReads::default());
             vm.events.note(format!(
                 "the backup diverged twice in a row: protected with checkpoints, until `understudy \
@@ -97,7 +97,7 @@ impl Host {
 
     /// Wish for how a VM whose protection was lost is to be protected by now.
     pub(crate) fn still_wanted(&self, vm: &PrimaryVm) -> Result<Wish, HostError> {
-        vm.repairer.wish().filter(|_| !self.is_powering_off()).ok_or_else(|| {
+        vm.repairer().wish().filter(|_| !self.is_powering_off()).ok_or_else(|| {
             HostError::new(ErrorKind::Conflict, "nobody wants it protected any more".to_owned())
         })
     }
@@ -122,10 +122,10 @@ impl Host {
         let (bounds, output) = (&self.config.detection, request.output);
         let group = primary::Group::new(membership, &plan.peer, bounds, output);
         // Before protection can be lost again.
-        let former = vm.repairer.wish();
-        vm.repairer.set_wish(Some(Wish::alone(request)));
+        let former = vm.repairer().wish();
+        vm.repairer().set_wish(Some(Wish::alone(request)));
         self.begin_protection(vm, plan, (group, 0))
-            .inspect_err(|_| vm.repairer.take_back(former))?;
+            .inspect_err(|_| vm.repairer().take_back(former))?;
         self.note_wish(vm);
         Ok(())
     }
@@ -206,7 +206,7 @@ impl Host {
     pub fn unprotect(&self, name: &VmName) -> Result<VmStatus, HostError> {
         let vm = self.going_primary(name)?;
         let _protecting = lock(&vm.protecting);
-        let is_wanted = vm.is_degraded() || vm.repairer.wish().is_some();
+        let is_wanted = vm.is_degraded() || vm.repairer().wish().is_some();
         if vm.active_session().is_none() && !is_wanted {
             let message = format!("{name} is not protected");
             return Err(HostError::new(ErrorKind::Conflict, message));
@@ -215,7 +215,7 @@ impl Host {
         // Of all, and before protection ends: an end that takes longer than it is waited for is what was asked for.
         for vm in fellows.iter().chain([&vm]) {
             self.want(vm, None);
-            vm.repairer.ended();
+            vm.repairer().ended();
         }
         self.end_protection(&vm)?;
         for vm in fellows.iter().chain([&vm]) {

@@ -63,7 +63,7 @@ impl Host {
             turned => turned,
         };
         self.want(vm, Some(Wish::alone(wish)));
-        vm.repairer.trust_lockstep();
+        vm.repairer().trust_lockstep();
         vm.events.note(format!("protection goes on {}", described(request.mode)));
         if request.mode == Mode::Checkpoint {
             self.note_end_of_lockstep(vm);
@@ -128,7 +128,7 @@ impl Host {
             )));
         }
         self.check_mode(&vm.machine(), request.mode)?;
-        let former = vm.repairer.wish().map_or_else(|| request.clone(), |wish| wish.request);
+        let former = vm.repairer().wish().map_or_else(|| request.clone(), |wish| wish.request);
         let (mode, disk_reads) = (request.mode, request.disk_reads);
         Ok(ProtectRequest { mode, disk_reads, repair: request.repair, ..former })
     }

@@ -3,7 +3,7 @@
 mod describe;
 
 use crate::lease::Tenure;
-use crate::repair::{Repairer, Wish};
+use crate::repair::{self, Repairer, Wish};
 use describe::{backup_status, describe_session, machine_status};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -34,9 +34,10 @@ pub struct PrimaryVm {
     name: VmName,
     /// Notable events.
     pub events: VmEvents,
-    /// Restores its protection.
-    pub repairer: Repairer,
-    /// Lock that is held while protection is set up or ended.
+    /// Mail of the thread that restores its protection.
+    pub(crate) repairs: repair::Mail,
+    /// Lock that is held while protection is set up or ended; those of a group in the order of their names. Not the host's
+    /// `adding`: two hosts that protect to each other would wait for each other.
     pub protecting: Mutex<()>,
     /// Whether its guest does what its lease says.
     pub(crate) tenure: Tenure,
@@ -70,6 +71,8 @@ struct PrimaryState {
     stops: u32,
     /// Whether the daemon ends it.
     ends_with_daemon: bool,
+    /// State of its protection's repair.
+    repair: repair::State,
 }
 
 /// Who has asked for a VM's end.
@@ -94,11 +97,11 @@ pub struct FencedVm {
 }
 
 impl PrimaryVm {
-    /// A VM that runs here, owned at `generation`, and who restores its protection.
-    pub fn new(
+    /// A VM that runs here, owned at `generation`, and how its protection is to be restored.
+    pub(crate) fn new(
         machine: Arc<Machine>,
         generation: Generation,
-        repairer: Repairer,
+        repair: repair::State,
         events: VmEvents,
         lease: Lease,
     ) -> PrimaryVm {
@@ -115,11 +118,12 @@ impl PrimaryVm {
             former_wish: None,
             stops: 0,
             ends_with_daemon: false,
+            repair,
         };
         PrimaryVm {
             name,
             events,
-            repairer,
+            repairs: repair::Mail::default(),
             protecting: Mutex::default(),
             tenure: Tenure::default(),
             has_copies: AtomicBool::new(false),
@@ -132,6 +136,16 @@ impl PrimaryVm {
     /// The VM's name.
     pub fn name(&self) -> &VmName {
         &self.name
+    }
+
+    /// Who restores its protection.
+    pub(crate) fn repairer(&self) -> Repairer<'_> {
+        Repairer(self)
+    }
+
+    /// Looks at the state of that, or changes it. Nothing may be waited for.
+    pub(crate) fn repair_state<T>(&self, act: impl FnOnce(&mut repair::State) -> T) -> T {
+        act(&mut lock(&self.state).repair)
     }
 
     /// The machine that it runs on now.
@@ -365,9 +379,9 @@ impl PrimaryVm {
             describe_session(&mut status, &session);
         }
         status.restoring &= matches!(status.protection, Protection::Syncing { .. });
-        status.wanted = self.repairer.wish().map(|wish| wish.report());
+        status.wanted = self.repairer().wish().map(|wish| wish.report());
         if let Protection::Degraded { reason } = &mut status.protection {
-            if let Some(repair) = self.repairer.describe() {
+            if let Some(repair) = self.repairer().describe() {
                 *reason += &format!("; {repair}");
             }
         }

@@ -50,7 +50,7 @@ pub(crate) fn start(host: &Arc<Host>) {
     let weak = Arc::downgrade(host);
     let tell = move |problem| {
         if let Some(host) = weak.upgrade() {
-            host.findings.lock().webhook = problem;
+            host.vms.note(|all| all.findings.webhook = problem);
         }
     };
     let name = host.config.name.clone();
@@ -64,7 +64,7 @@ pub(crate) fn start(host: &Arc<Host>) {
 
 impl Host {
     pub(crate) fn problem_of_webhook(&self) -> Option<String> {
-        self.findings.lock().webhook.clone()
+        self.vms.look(|all| all.findings.webhook.clone())
     }
 }
 
@@ -174,12 +174,11 @@ fn judge(status: u16, moved_to: String) -> Answer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::findings::Findings;
+    use crate::inventory::Inventory;
     use std::io::{BufRead, BufReader, Read, Write};
     use std::net::{TcpListener, TcpStream};
     use understudy_protocol::literal;
     use understudy_report::events::EventKind;
-    use understudy_threads::Common;
 
     fn poster(url: &str, tell: impl Fn(Option<String>) + Send + 'static) -> Poster {
         let (url, host) = (WebhookUrl::of(url), literal("a"));
@@ -259,19 +258,19 @@ mod tests {
     fn a_receiver_that_takes_nothing_is_a_problem_until_it_does() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://{}/hook", listener.local_addr().unwrap());
-        let (journal, findings) = (Journal::default(), Arc::new(Common::new(Findings::default())));
+        let (journal, vms) = (Journal::default(), Inventory::default());
         journal.of(&literal("db")).record(EventKind::Started);
         journal.of(&literal("db")).record(EventKind::Rebooted);
-        let (posting, noted) = (journal.clone(), findings.clone());
-        let poster = poster(&url, move |problem| noted.lock().webhook = problem);
+        let (posting, noted) = (journal.clone(), vms.clone());
+        let poster = poster(&url, move |problem| noted.note(|all| all.findings.webhook = problem));
         let thread = thread::spawn(move || poster.run(&posting));
         answer(listener.accept().unwrap().0, "401 Unauthorized");
         let second = listener.accept().unwrap().0;
-        let problem = findings.lock().webhook.clone();
+        let problem = vms.look(|all| all.findings.webhook.clone());
         assert!(problem.as_ref().is_some_and(|it| it.contains("it answers 401")), "{problem:?}");
         answer(second, "204 Taken");
         journal.close();
         thread.join().unwrap();
-        assert_eq!(findings.lock().webhook, None);
+        assert_eq!(vms.look(|all| all.findings.webhook.clone()), None);
     }
 }

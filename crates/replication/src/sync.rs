@@ -6,23 +6,32 @@ use understudy_protocol::{QueueRoom, Time};
 use understudy_threads::Waitable;
 
 /// Bounds the bytes that wait in a queue: the writer that would go over the
-/// bound waits, which slows the guest instead of filling the host's memory.
+/// bound waits, which slows the guest instead of filling the host's memory. With it there may be room of
+/// another kind, for which the same writers wait.
 #[derive(Debug)]
-pub struct ByteBudget {
-    state: Waitable<BudgetState>,
+pub struct ByteBudget<R = ()> {
+    pub(crate) state: Waitable<BudgetState<R>>,
 }
 
 #[derive(Debug)]
-struct BudgetState {
+pub(crate) struct BudgetState<R> {
     room: QueueRoom,
-    closed: bool,
+    pub other: R,
+    pub closed: bool,
 }
 
 impl ByteBudget {
     /// A budget of `limit` bytes.
     pub fn new(limit: u64) -> ByteBudget {
+        ByteBudget::with(limit, ())
+    }
+}
+
+impl<R> ByteBudget<R> {
+    /// A budget of `limit` bytes, and other room.
+    pub fn with(limit: u64, other: R) -> ByteBudget<R> {
         let room = QueueRoom::new(limit);
-        ByteBudget { state: Waitable::new(BudgetState { room, closed: false }) }
+        ByteBudget { state: Waitable::new(BudgetState { room, other, closed: false }) }
     }
 
     /// Takes `bytes`, waiting until they fit; one request alone always fits.
@@ -31,7 +40,8 @@ impl ByteBudget {
         let mut state = self.state.lock();
         if !state.closed && !state.room.has(bytes) {
             let turn = state.room.wait(clock::now());
-            let waits = |state: &mut BudgetState| !state.closed && !state.room.is_for(turn, bytes);
+            let waits =
+                |state: &mut BudgetState<R>| !state.closed && !state.room.is_for(turn, bytes);
             state = self.state.wait_while(state, waits);
             state.room.waited(clock::now());
             // There may be room for the next one, too.
@@ -48,7 +58,7 @@ impl ByteBudget {
 
     /// Waits until there is room, for so long at most; whether there is.
     pub fn await_room(&self, timeout: Duration) -> bool {
-        let is_full = |state: &mut BudgetState| !state.closed && state.room.is_over();
+        let is_full = |state: &mut BudgetState<R>| !state.closed && state.room.is_over();
         let mut state = self.state.wait_while_for(self.state.lock(), timeout, is_full);
         !is_full(&mut state)
     }
@@ -60,7 +70,15 @@ impl ByteBudget {
 
     /// Gives `bytes` back.
     pub fn give_back(&self, bytes: u64) {
-        self.state.change(|state| state.room.give_back(bytes));
+        let mut state = self.state.lock();
+        let was_over = state.room.is_over();
+        state.room.give_back(bytes);
+        // Whoever waits for other room has none of this.
+        let is_waited_for = state.room.waits_since().is_some() || was_over && !state.room.is_over();
+        drop(state);
+        if is_waited_for {
+            self.state.wake();
+        }
     }
 
     /// Lets everybody pass from now on: nothing is sent any more.

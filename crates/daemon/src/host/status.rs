@@ -34,7 +34,7 @@ impl Host {
         let certificates = self.problems_of_certificates();
         let others = self.arbiter_problem().into_iter().chain(self.problem_of_peers());
         let qemu = self.qemu_obstacle();
-        let snapshots = self.findings.lock().of_snapshots();
+        let snapshots = self.vms.look(|all| all.findings.of_snapshots());
         others
             .chain(certificates)
             .chain(qemu)
@@ -66,7 +66,7 @@ impl Host {
     }
 
     fn arbiter_problem(&self) -> Option<String> {
-        self.findings.lock().arbiter.clone()
+        self.vms.look(|all| all.findings.arbiter.clone())
     }
 
     fn arbiter_report(&self) -> Option<ArbiterReport> {

@@ -322,7 +322,7 @@ impl Host {
 
     /// Protects a VM to the host that backed it up until its keeper was replaced, or looks for another one.
     fn protect_as_before(self: &Arc<Self>, vm: &Arc<PrimaryVm>, backup: Option<HostName>) {
-        let Some(wish) = vm.repairer.wish() else { return };
+        let Some(wish) = vm.repairer().wish() else { return };
         let remedy = wish.command(vm.name());
         let Some(peer) = backup else {
             return self.degraded(vm, "its keeper was replaced".to_owned(), &remedy);

@@ -143,7 +143,7 @@ impl Host {
         let left = alone.and_then(|()| self.leave(&vm, backup.clone(), daemon));
         drop((protecting, leaving));
         left.inspect_err(|error| {
-            if let (Some(_), Some(wish)) = (&backup, vm.repairer.wish()) {
+            if let (Some(_), Some(wish)) = (&backup, vm.repairer().wish()) {
                 let reason = format!("its keeper is not replaced: {error}");
                 self.degraded(&vm, reason, &wish.command(name));
             }

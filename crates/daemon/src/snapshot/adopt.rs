@@ -131,9 +131,8 @@ impl Host {
         let _adding = self.adding.lock();
         self.show_primary(&vm);
         vm.note_restore(&task.id);
-        let mut known = self.snapshots.known.lock();
-        known.restorings.insert(task.vm().to_owned(), restoring.clone());
-        drop(known);
+        let (known_as, known) = (task.vm().to_owned(), restoring.clone());
+        drop(self.snapshots.note(|all| all.restorings.insert(known_as, known)));
         machine.open_network(&[], &[]);
         machine
             .wake(move |error| vm.events.note(format!("its QEMU does not answer: {error:#}")))?;

@@ -116,7 +116,7 @@ impl Host {
         let by_itself = task.group.vms.len() == 1 && self.group_of(&vm).is_none();
         let may_begin = begins && by_itself && self.starts_in_keeper(&vm);
         loop {
-            let former = self.snapshots.known.lock().kept.get(&vm).cloned();
+            let former = self.snapshots.look(|known| known.kept.get(&vm).cloned());
             match &former {
                 Some(known) if known.id == task.id => {
                     known.tell(task, order, reply);
@@ -133,8 +133,9 @@ impl Host {
                 _ => {}
             }
             let restore = KeptRestore::new(&task, reply);
-            let is_first =
-                succeed(&mut self.snapshots.known.lock().kept, &vm, former.as_ref(), &restore);
+            let is_first = self
+                .snapshots
+                .note(|known| succeed(&mut known.kept, &vm, former.as_ref(), &restore));
             if is_first {
                 let host = Arc::downgrade(self);
                 spawn_for_request("restore-kept", move || run(&host, &restore, task, order));

@@ -305,14 +305,13 @@ impl Host {
         lock(&own.state).seat = Some(seat);
         own.let_pass();
         self.snapshots.note_incarnation(&group.name, incarnation);
-        let former = self.snapshots.known.lock().members.insert(vm.clone(), own.clone());
-        drop(former);
+        drop(self.snapshots.note(|known| known.members.insert(vm.clone(), own.clone())));
         Ok(own)
     }
 
     /// A VM's seat in a group, if it has one.
     pub(super) fn seat_of(&self, vm: &VmName, group: &GroupName) -> Option<Arc<MemberSeat>> {
-        let known = self.snapshots.known.lock();
-        known.members.get(vm).filter(|seat| seat.cluster == *group).cloned()
+        self.snapshots
+            .look(|known| known.members.get(vm).filter(|seat| seat.cluster == *group).cloned())
     }
 }

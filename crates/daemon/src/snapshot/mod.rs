@@ -55,6 +55,7 @@ pub(crate) use schedule::start as start_schedules;
 use understudy_protocol::{GroupName, VmName};
 pub(crate) use unswept::start as start_sweeping;
 
+use crate::inventory::Inventory;
 use frames::Network;
 use kept::KeptRestore;
 use member::{MemberSeat, Outside};
@@ -69,7 +70,6 @@ use take::Taking;
 use tracing::warn;
 use understudy_report::FillReport;
 use understudy_snapshot::{Incarnation, SnapshotNumber, Store};
-use understudy_threads::Common;
 use unswept::Unswept;
 
 /// Bytes that a store gives in a second, as long as nothing was read from it.
@@ -81,8 +81,8 @@ const TELLING_PAGES: u64 = 1024;
 /// State of what a host does for snapshots and restores, by VM.
 #[derive(Default)]
 pub(crate) struct Snapshots {
-    /// Nobody takes another lock while he has this one.
-    known: Common<Known>,
+    /// What is known of them is a part of what the host knows.
+    vms: Inventory,
     /// Bytes a second that were read from a store last; 0 if that is not known.
     speed: AtomicU64,
     /// Way that all restored guests share.
@@ -91,7 +91,7 @@ pub(crate) struct Snapshots {
 
 /// Tasks that a host knows of, by VM and by group.
 #[derive(Default)]
-struct Known {
+pub(crate) struct Known {
     takings: BTreeMap<VmName, Arc<Taking>>,
     restorings: BTreeMap<VmName, Arc<Restoring>>,
     /// Restores in keepers.
@@ -122,6 +122,21 @@ fn succeed<T>(
 }
 
 impl Snapshots {
+    /// State of a host that knows this.
+    pub(crate) fn of(vms: &Inventory) -> Snapshots {
+        Snapshots { vms: vms.clone(), ..Snapshots::default() }
+    }
+
+    /// Looks something up.
+    fn look<T>(&self, look: impl FnOnce(&Known) -> T) -> T {
+        self.vms.look(|all| look(&all.snapshots))
+    }
+
+    /// Changes something; whatever comes out is to be returned, so that it is dropped without the lock.
+    fn note<T>(&self, change: impl FnOnce(&mut Known) -> T) -> T {
+        self.vms.note(|all| change(&mut all.snapshots))
+    }
+
     /// Bytes a second that this host reads from a store.
     fn speed(&self) -> u64 {
         match self.speed.load(Ordering::Relaxed) {
@@ -140,59 +155,64 @@ impl Snapshots {
 
     /// The last number that this host has heard of, of a snapshot or of one given up.
     fn last_number(&self, group: &GroupName) -> SnapshotNumber {
-        self.known.lock().groups.get(group).map_or(SnapshotNumber(0), |known| known.0)
+        self.look(|known| known.groups.get(group).map_or(SnapshotNumber(0), |known| known.0))
     }
 
     /// The same of each group.
     pub(crate) fn last_numbers(&self) -> BTreeMap<GroupName, SnapshotNumber> {
-        let known = self.known.lock();
-        known.groups.iter().map(|(group, known)| (group.clone(), known.0)).collect()
+        self.look(|known| {
+            known.groups.iter().map(|(group, known)| (group.clone(), known.0)).collect()
+        })
     }
 
     fn note_number(&self, group: &GroupName, number: SnapshotNumber) {
-        let mut known = self.known.lock();
-        let known = known.groups.entry(group.to_owned()).or_default();
-        known.0 = known.0.max(number);
+        self.note(|known| {
+            let known = known.groups.entry(group.to_owned()).or_default();
+            known.0 = known.0.max(number);
+        });
     }
 
     fn last_incarnation(&self, group: &GroupName) -> Incarnation {
-        self.known.lock().groups.get(group).map_or(Incarnation(0), |known| known.1)
+        self.look(|known| known.groups.get(group).map_or(Incarnation(0), |known| known.1))
     }
 
     fn note_incarnation(&self, group: &GroupName, incarnation: Incarnation) {
-        let mut known = self.known.lock();
-        let known = known.groups.entry(group.to_owned()).or_default();
-        known.1 = known.1.max(incarnation);
+        self.note(|known| {
+            let known = known.groups.entry(group.to_owned()).or_default();
+            known.1 = known.1.max(incarnation);
+        });
     }
 
     /// The network of a cluster on this host.
     pub(crate) fn network(&self, cluster: &GroupName) -> Arc<Network> {
-        let mut known = self.known.lock();
-        let network = known.networks.entry(cluster.to_owned());
-        network.or_insert_with(|| Network::new(cluster)).clone()
+        self.note(|known| {
+            let network = known.networks.entry(cluster.to_owned());
+            network.or_insert_with(|| Network::new(cluster)).clone()
+        })
     }
 
     /// Problems of this host with the networks of its clusters.
     pub(crate) fn problems(&self) -> Vec<String> {
-        let networks: Vec<_> = self.known.lock().networks.values().cloned().collect();
+        let networks: Vec<_> = self.look(|known| known.networks.values().cloned().collect());
         let mut problems: Vec<_> = networks.iter().flat_map(|network| network.problems()).collect();
-        let known = self.known.lock();
-        problems.extend(known.outside.iter().map(|(vm, outside)| format!("VM {vm}: {outside}")));
+        self.look(|known| {
+            let outside = known.outside.iter();
+            problems.extend(outside.map(|(vm, outside)| format!("VM {vm}: {outside}")));
+        });
         problems
     }
 
     /// Notes that a VM is not the member that it is to be, or is.
     fn note_outside(&self, vm: &VmName, outside: Option<Outside>) {
-        let outside_now = &mut self.known.lock().outside;
-        match outside {
-            Some(outside) => outside_now.insert(vm.clone(), outside),
-            None => outside_now.remove(vm),
-        };
+        self.note(|known| match outside {
+            Some(outside) => known.outside.insert(vm.clone(), outside),
+            None => known.outside.remove(vm),
+        });
     }
 
     /// Whether a restore of the VM is under way.
     pub(crate) fn is_restoring(&self, vm: &VmName) -> bool {
-        let restoring = self.known.lock().restorings.get(vm).cloned();
+        let restoring = self.look(|known| known.restorings.get(vm).cloned());
         restoring.is_some_and(|restoring| restoring.is_under_way())
     }
 
@@ -210,20 +230,20 @@ impl Snapshots {
 
     /// Whether a snapshot of the VM is under way.
     pub(crate) fn is_taking(&self, vm: &VmName) -> bool {
-        let taking = self.known.lock().takings.get(vm).cloned();
+        let taking = self.look(|known| known.takings.get(vm).cloned());
         taking.is_some_and(|taking| taking.is_under_way())
     }
 
     /// Progress of the memory and disks of a restored VM; none if it was not restored, or is
     /// whole.
     pub(crate) fn filling(&self, vm: &VmName) -> Option<FillReport> {
-        let restoring = self.known.lock().restorings.get(vm).cloned();
+        let restoring = self.look(|known| known.restorings.get(vm).cloned());
         restoring?.fill_state().filter(|state| !state.memory.complete)
     }
 
     /// Whether a restored VM is not whole yet, or is not noted as such.
     fn is_loading(&self, vm: &VmName) -> bool {
-        let restoring = self.known.lock().restorings.get(vm).cloned();
+        let restoring = self.look(|known| known.restorings.get(vm).cloned());
         restoring.is_some_and(|restoring| restoring.is_loading())
     }
 }

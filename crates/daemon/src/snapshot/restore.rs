@@ -83,7 +83,7 @@ impl Host {
         reply: &Reply,
     ) -> Result<Option<Arc<Restoring>>, &'static str> {
         loop {
-            let former = self.snapshots.known.lock().restorings.get(task.vm()).cloned();
+            let former = self.snapshots.look(|known| known.restorings.get(task.vm()).cloned());
             match (&former, order) {
                 (Some(known), _) if known.task.id == task.id => return Ok(former),
                 (_, Order::Load { .. }) => {}
@@ -93,8 +93,11 @@ impl Host {
                 former.give_way(self, task)?;
             }
             let begun = Restoring::new(self, task.clone(), reply);
-            let restorings = &mut self.snapshots.known.lock().restorings;
-            if succeed(restorings, task.vm(), former.as_ref(), &begun) {
+            // Whoever has the former one here drops it, without the lock.
+            let is_first = self
+                .snapshots
+                .note(|known| succeed(&mut known.restorings, task.vm(), former.as_ref(), &begun));
+            if is_first {
                 return Ok(Some(begun));
             }
         }

@@ -77,16 +77,19 @@ pub(super) type WorkingSets = BTreeMap<VmName, (Weak<()>, u64)>;
 impl Snapshots {
     /// The working set of a machine in pages, if it was sampled for a period at least.
     pub(super) fn sampled(&self, machine: &Machine) -> Option<u64> {
-        let known = self.known.lock();
-        let (of, pages) = known.working_sets.get(&machine.definition().name)?;
-        of.ptr_eq(&machine.presence()).then_some(*pages)
+        let (name, presence) = (&machine.definition().name, machine.presence());
+        self.look(|known| {
+            let (of, pages) = known.working_sets.get(name)?;
+            of.ptr_eq(&presence).then_some(*pages)
+        })
     }
 
     /// The same, of the machine that was sampled last under this name, if there still is one.
     pub(crate) fn sampled_pages(&self, vm: &VmName) -> Option<u64> {
-        let known = self.known.lock();
-        let (of, pages) = known.working_sets.get(vm)?;
-        (of.strong_count() > 0).then_some(*pages)
+        self.look(|known| {
+            let (of, pages) = known.working_sets.get(vm)?;
+            (of.strong_count() > 0).then_some(*pages)
+        })
     }
 }
 
@@ -111,8 +114,8 @@ pub(crate) fn start(host: &Arc<Host>) {
                     random.hash_one(drawn) % bound
                 });
             }
-            let known = samplings.working_sets();
-            host.snapshots.known.lock().working_sets = known;
+            let sampled = samplings.working_sets();
+            host.snapshots.note(|known| known.working_sets = sampled);
             host.snapshots.forget_gone();
         }
     });

@@ -69,7 +69,7 @@ fn run(host: &Weak<Host>, name: &GroupName, cluster: &ClusterConfig) {
                 }
             }
             let (group, reason) = (name.clone(), error.to_string());
-            host.findings.lock().note_snapshot(name, Some(format!("cannot be taken: {reason}")));
+            host.note_snapshot(name, Some(format!("cannot be taken: {reason}")));
             host.events.record(EventKind::SnapshotFailed { group, reason });
             // A store that is full would be so for ever.
             let time = clock.time(Instant::now(), unix_now());
@@ -82,7 +82,7 @@ fn run(host: &Weak<Host>, name: &GroupName, cluster: &ClusterConfig) {
         match clock.time(Instant::now(), unix_now()) {
             Some(time) => host.delete_old(name, schedule.retention, time, &mut left),
             None => {
-                host.findings.lock().note_snapshot(name, None);
+                host.note_snapshot(name, None);
                 is_to_expire = true;
             }
         }
@@ -166,7 +166,11 @@ impl Host {
         if let Some(words) = &kept {
             warn!("scheduled snapshots of {group} {words}");
         }
-        self.findings.lock().note_snapshot(group, kept);
+        self.note_snapshot(group, kept);
+    }
+
+    fn note_snapshot(&self, of: &GroupName, words: Option<String>) {
+        self.vms.note(|all| all.findings.note_snapshot(of, words));
     }
 
     /// Returns those that cannot be deleted.

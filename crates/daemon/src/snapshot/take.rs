@@ -155,16 +155,18 @@ impl Host {
     }
 
     fn taking(self: &Arc<Self>, task: &TakeTask, reply: &Reply) -> Arc<Taking> {
-        let mut known = self.snapshots.known.lock();
-        let taking = known.takings.entry(task.vm().to_owned());
-        taking.or_insert_with(|| Taking::new(self, task.clone(), reply)).clone()
+        self.snapshots.note(|known| {
+            let taking = known.takings.entry(task.vm().to_owned());
+            taking.or_insert_with(|| Taking::new(self, task.clone(), reply)).clone()
+        })
     }
 }
 
 impl Snapshots {
     /// Lets go of what was kept for the next snapshots of VMs that are gone.
     pub(super) fn forget_gone(&self) {
-        let takings: Vec<Arc<Taking>> = self.known.lock().takings.values().cloned().collect();
+        let takings: Vec<Arc<Taking>> =
+            self.look(|known| known.takings.values().cloned().collect());
         for taking in takings {
             let gone = lock(&taking.state).forget_gone();
             // Not under the lock: it is large.
@@ -449,7 +451,7 @@ mod tests {
             }),
         });
         let snapshots = Snapshots::default();
-        snapshots.known.lock().takings.insert(literal("db"), taking.clone());
+        snapshots.note(|known| known.takings.insert(literal("db"), taking.clone()));
         snapshots.forget_gone();
         assert!(lock(&taking.state).base.is_some(), "its machine runs");
         drop(machine);

@@ -111,7 +111,7 @@ impl Host {
     /// Notes what a sweep has come to that began then.
     pub(super) fn note_swept(&self, store: &str, swept: &Swept, begun: Instant) {
         let times = (begun, Instant::now());
-        let told = self.snapshots.known.lock().unswept.note(store, swept, times);
+        let told = self.snapshots.note(|known| known.unswept.note(store, swept, times));
         if let Some(kind) = told {
             self.events.record(kind);
         }
@@ -132,12 +132,12 @@ impl Host {
     /// Notes that a snapshot which is over still counts as being written: the store is told before the next sweep.
     pub(super) fn note_unfinished(&self, store: &Store, writing: Writing, why: &StoreError) {
         let location = store.location();
-        self.snapshots.known.lock().unswept.note_unfinished(&location, writing);
+        self.snapshots.note(|known| known.unswept.note_unfinished(&location, writing));
         self.note_swept(&location, &Swept::Failed(why.to_string()), Instant::now());
     }
 
     fn sweep_owed(&self) {
-        let owed = self.snapshots.known.lock().unswept.take_owed();
+        let owed = self.snapshots.note(|known| known.unswept.take_owed());
         for (location, unfinished) in owed {
             let begun = Instant::now();
             let swept = self.sweep_again(&location, unfinished).unwrap_or_else(Swept::Failed);
@@ -160,7 +160,7 @@ impl Host {
                 }
             });
             if !ended {
-                self.snapshots.known.lock().unswept.note_unfinished(location, writing);
+                self.snapshots.note(|known| known.unswept.note_unfinished(location, writing));
             }
         }
         let store = opened?;

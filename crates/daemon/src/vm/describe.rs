@@ -159,8 +159,8 @@ pub(super) fn backup_status(session: &backup::Session) -> VmStatus {
     (status.generation, status.epoch) = session.position();
     status.paths = session.paths.report();
     status.lockstep = session.following().map(|following| following.report());
-    status.inbound = Some(session.frames.inbound());
-    status.outbound = Some(session.frames.outbound());
+    status.inbound = Some(session.inbound());
+    status.outbound = Some(session.outbound());
     status.group = session.membership().name.clone();
     let peer = session.primary.clone();
     status.protection = match session.phase() {

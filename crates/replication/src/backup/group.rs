@@ -10,7 +10,7 @@ use std::time::Duration;
 use understudy_protocol::HostName;
 use understudy_protocol::{Backup, BackupPhase, Generation, Output};
 use understudy_session::backup::Standby;
-use understudy_threads::{Mutex, MutexGuard, lock};
+use understudy_threads::{Mutex, MutexGuard};
 
 /// The members, and what they share.
 pub struct Group {
@@ -18,9 +18,39 @@ pub struct Group {
     pub membership: Membership,
     /// The primary's host name.
     pub primary: HostName,
-    /// The state machine that decides for all.
-    core: Mutex<Standby>,
-    sessions: Mutex<Vec<Weak<Session>>>,
+    core: Mutex<Core>,
+}
+
+/// What decides for all members, and those for whom it does.
+pub(super) struct Core {
+    /// The state machine.
+    pub standby: Standby,
+    /// The sessions that have begun, in the order of the members.
+    sessions: Vec<Weak<Session>>,
+}
+
+/// The members that have begun, and live.
+pub(super) struct Begun(Vec<Option<Arc<Session>>>);
+
+impl Core {
+    /// The members that have begun. To be dropped without the lock: it may have the last of a session.
+    pub fn begun(&self) -> Begun {
+        Begun(self.sessions.iter().map(Weak::upgrade).collect())
+    }
+}
+
+impl Begun {
+    /// Calls `act` for each of them, in order.
+    pub fn each(&self, mut act: impl FnMut(&Session)) {
+        self.0.iter().flatten().for_each(|member| act(member));
+    }
+
+    /// Calls `act` for the member at this place, if it is one of them.
+    pub fn at(&self, place: usize, act: impl FnOnce(&Session)) {
+        if let Some(member) = self.0.get(place).and_then(Option::as_ref) {
+            act(member);
+        }
+    }
 }
 
 impl Group {
@@ -37,17 +67,16 @@ impl Group {
         Arc::new(Group {
             membership,
             primary: primary.to_owned(),
-            core: Mutex::new(standby),
-            sessions: Mutex::default(),
+            core: Mutex::new(Core { standby, sessions: Vec::new() }),
         })
     }
 
     /// Locks what decides. After a panic of whoever changed it, it is at its end: it contests
     /// nothing any more.
-    pub(super) fn core(&self) -> MutexGuard<'_, Standby> {
+    pub(super) fn core(&self) -> MutexGuard<'_, Core> {
         self.core.lock().unwrap_or_else(|poisoned| {
             let mut core = poisoned.into_inner();
-            core.condemn();
+            core.standby.condemn();
             core
         })
     }
@@ -56,31 +85,23 @@ impl Group {
     /// the same host, the ones before it there already, and all still standing.
     pub fn awaits(&self, membership: &Membership, primary: &str, place: usize) -> bool {
         let core = self.core();
-        let syncing = *core.phase() == BackupPhase::Syncing;
-        let next = core.joined() == place;
+        let syncing = *core.standby.phase() == BackupPhase::Syncing;
+        let next = core.standby.joined() == place;
         syncing && next && self.membership == *membership && self.primary == primary
     }
 
     /// The next member's session begins; in the order of the members.
     pub(super) fn join(&self, session: &Arc<Session>) -> anyhow::Result<()> {
         let mut core = self.core();
-        ensure!(core.join(), "the group's protection has ended");
-        lock(&self.sessions).push(Arc::downgrade(session));
+        ensure!(core.standby.join(), "the group's protection has ended");
+        core.sessions.push(Arc::downgrade(session));
         Ok(())
     }
 
-    /// Calls `act` for each member that has begun, in order.
-    pub(super) fn each(&self, mut act: impl FnMut(&Session)) {
-        let sessions: Vec<_> = lock(&self.sessions).iter().filter_map(Weak::upgrade).collect();
-        sessions.iter().for_each(|session| act(session));
-    }
-
-    /// Calls `act` for the member at this place, while it lives.
-    pub(super) fn at(&self, place: usize, act: impl FnOnce(&Session)) {
-        let member = lock(&self.sessions).get(place).and_then(Weak::upgrade);
-        if let Some(member) = member {
-            act(&member);
-        }
+    /// Calls `act` for each member that has begun, in order; for those who do not hold what decides.
+    pub(super) fn each(&self, act: impl FnMut(&Session)) {
+        let begun = self.core().begun();
+        begun.each(act);
     }
 
     /// A member's generation, when the leader's is `leaders`.

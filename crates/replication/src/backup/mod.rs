@@ -230,8 +230,8 @@ pub fn accept(
         mirrors_failed: AtomicBool::new(false),
         vitals: vitals::Vitals::default(),
         clock: takeover::Clock::default(),
-        frames: frames::Frames::new(machine.ports()),
         present: Mutex::new(Present {
+            frames: frames::Frames::new(machine.ports()),
             machine,
             following,
             wish: plan.wish,
@@ -265,7 +265,7 @@ pub fn attach_heartbeat(session: &Session, path: PathIndex, link: Link) {
 
 /// Adds the connection over which copies of the guest's inbound frames come.
 pub fn attach_inbound(session: &Arc<Session>, link: Link) -> anyhow::Result<()> {
-    spawn("inbound", session, move |session| session.frames.receive(&link))
+    spawn("inbound", session, move |session| session.receive_inbound(&link))
 }
 
 /// The session's data goes on over this connection; the primary has got
@@ -299,7 +299,7 @@ fn follow(session: &Arc<Session>, following: &Arc<Following>) -> anyhow::Result<
     let (machine, log) = (session.machine(), following.clone());
     spawn("feed", session, move |session| lockstep::feed(session, &machine, &log))?;
     let log = following.clone();
-    spawn("reads", session, move |_| log.reads().run())?;
+    spawn("reads", session, move |_| log.answer_reads())?;
     let (machine, log) = (session.machine(), following.clone());
     spawn("follow", session, move |session| lockstep::watch(session, &machine, &log))
 }

@@ -76,7 +76,7 @@ fn unconnected(leader: &Session) -> Result<(), String> {
 impl Session {
     /// The reason why this host could not take over, as it last found.
     pub fn obstacle(&self) -> Option<String> {
-        self.group.core().obstacle()
+        self.group.core().standby.obstacle()
     }
 
     /// Describes what this host does with the VM, for people on any host.

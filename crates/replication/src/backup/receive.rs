@@ -89,7 +89,7 @@ impl Session {
             ToBackup::Condemn(reason) => self.diverged(&reason),
             ToBackup::DiskReads { stream, .. } => {
                 let following = self.following();
-                following.context("reads came, but there is no log")?.reads().take(&stream)?;
+                following.context("reads came, but there is no log")?.take_reads(&stream)?;
             }
             ToBackup::Turn(order) => self.take_order(order)?,
             ToBackup::MediumAsked(medium) => self.look_for_medium(medium)?,

@@ -5,7 +5,7 @@ use super::control::Ask;
 use super::errands::Committed;
 use super::failure::OwnFailure;
 use super::frames::Frames;
-use super::group::Group;
+use super::group::{Begun, Group};
 use super::takeover::{self, Stage};
 use super::turn::{Launch, Orders};
 use super::vitals::Vitals;
@@ -62,9 +62,6 @@ pub struct Session {
     pub(super) former: Arc<dyn Fn() -> Option<Ownership> + Send + Sync>,
     /// The paths to the primary.
     pub paths: PathMonitor,
-    /// The frames that the primary's guest receives, and those it sent that the primary may not
-    /// have released, for a take-over.
-    pub frames: Frames,
     pub(super) data: Arc<Channel>,
     pub(super) heartbeats: Heartbeats,
     pub(super) arbiter: Arbiter,
@@ -103,6 +100,9 @@ pub(super) struct Present {
     pub wish: Option<ProtectRequest>,
     /// Orders of the primary beside it.
     pub orders: Orders,
+    /// The frames that the primary's guest receives, and those it sent that the primary may not
+    /// have released, for a take-over.
+    pub frames: Frames,
 }
 
 impl Session {
@@ -126,23 +126,23 @@ impl Session {
 
     /// The phase in which the session is.
     pub fn phase(&self) -> BackupPhase {
-        self.group.core().phase().clone()
+        self.group.core().standby.phase().clone()
     }
 
     /// The rule for what the guest sends.
     pub fn output(&self) -> Output {
-        self.group.core().output()
+        self.group.core().standby.output()
     }
 
     /// Generation and last committed epoch.
     pub fn position(&self) -> (Generation, Epoch) {
-        let core = self.group.core();
-        (self.group.generation(self, core.generation()), core.committed())
+        let standby = &self.group.core().standby;
+        (self.group.generation(self, standby.generation()), standby.committed())
     }
 
     /// The last epoch that the mirrors hold.
     pub(super) fn applied(&self) -> Epoch {
-        self.group.core().applied(self.place)
+        self.group.core().standby.applied(self.place)
     }
 
     /// Membership of the group that this VM is protected in.
@@ -157,7 +157,7 @@ impl Session {
 
     /// Whether the VM runs here, or is forgotten, and nothing is left to be done for that.
     pub(super) fn has_ended(&self) -> bool {
-        self.group.core().has_ended(self.place)
+        self.group.core().standby.has_ended(self.place)
     }
 
     /// A part of an epoch is whole.
@@ -172,44 +172,49 @@ impl Session {
     /// acknowledgement leaves before a contest that comes after it in the order of events.
     pub fn event(&self, event: Event) {
         let mut effects = Vec::new();
+        // Dropped when the lock is free again.
+        let begun;
         let mut core = self.group.core();
-        core.handle(clock::now(), event, &mut effects);
-        effects.into_iter().for_each(|effect| self.perform(effect));
+        core.standby.handle(clock::now(), event, &mut effects);
+        if !effects.is_empty() {
+            begun = core.begun();
+            effects.into_iter().for_each(|effect| self.perform(effect, &begun));
+        }
     }
 
     /// The channels' other ends live as long as the session, so sending to them does not fail.
     /// What the leader says is said for all.
-    fn perform(&self, effect: Effect) {
+    fn perform(&self, effect: Effect, begun: &Begun) {
         match effect {
-            Effect::Commit(place, _) => self.group.at(place, Session::commit),
+            Effect::Commit(place, _) => begun.at(place, Session::commit),
             Effect::Acknowledge(epoch) => {
                 strike("acknowledge", &self.vm);
-                self.group.at(LEADER, |leader| leader.say(&ToPrimary::Acknowledge(epoch)));
+                begun.at(LEADER, |leader| leader.say(&ToPrimary::Acknowledge(epoch)));
             }
-            Effect::Suspect => self.group.each(Session::suspect),
-            Effect::Contest(from) => self.group.at(LEADER, |leader| leader.ask(Ask::Win(from))),
+            Effect::Suspect => begun.each(Session::suspect),
+            Effect::Contest(from) => begun.at(LEADER, |leader| leader.ask(Ask::Win(from))),
             Effect::HandBack(from) => {
-                self.group.at(LEADER, |leader| leader.ask(Ask::HandBack(from)));
+                begun.at(LEADER, |leader| leader.ask(Ask::HandBack(from)));
             }
-            Effect::Granted { epoch, reason, .. } => self.group.each(|member| {
+            Effect::Granted { epoch, reason, .. } => begun.each(|member| {
                 member.clock.reach(Stage::Granted);
                 info!(vm = %member.vm, "taking over at epoch {epoch}: {reason}");
             }),
-            Effect::EndLog => self.group.each(Session::end_log),
+            Effect::EndLog => begun.each(Session::end_log),
             Effect::GiveUp(reason) => warn!(vm = %self.vm, "this backup gives up: {reason}"),
-            Effect::Leave(reason) => self.group.each(|member| match &reason {
+            Effect::Leave(reason) => begun.each(|member| match &reason {
                 Some(reason) => info!(vm = %member.vm, "forgetting the VM: {reason}"),
                 None => info!(vm = %member.vm, "standing down: the primary ended protection"),
             }),
-            Effect::Do(place, errand) => self.group.at(place, |member| {
+            Effect::Do(place, errand) => begun.at(place, |member| {
                 let _ = member.errands.send(errand);
             }),
             Effect::Say(place, word) => {
-                self.group.at(place, |member| member.say(&member.worded(word)));
+                begun.at(place, |member| member.say(&member.worded(word)));
             }
-            Effect::Close(place) => self.group.at(place, Session::close_connections),
+            Effect::Close(place) => begun.at(place, Session::close_connections),
             Effect::TellObstacle(obstacle) => {
-                self.group.at(LEADER, |leader| leader.say(&ToPrimary::MayTakeOver(obstacle)));
+                begun.at(LEADER, |leader| leader.say(&ToPrimary::MayTakeOver(obstacle)));
             }
             Effect::NoteObstacle(Some(reason)) => {
                 warn!(vm = %self.vm, "could not take over now: {reason}");
@@ -221,7 +226,8 @@ impl Session {
     /// The epoch is committed: what its part is worth for a take-over is kept.
     fn commit(&self) {
         let Ok(mut part) = self.staged.1.try_recv() else { return };
-        self.frames.commit(part.epoch, &std::mem::take(&mut part.outbound));
+        let outbound = std::mem::take(&mut part.outbound);
+        self.frames(|frames| frames.commit(part.epoch, &outbound));
         let other = part.turn.and_then(|turn| self.commit_turn(turn));
         let _ = self.commits.send(Committed { part, other });
     }
@@ -317,6 +323,8 @@ impl Session {
     /// Ends the group's copies here after a panic in one of their threads. The primary hears why,
     /// if somebody is left to tell it.
     pub fn end_after_panic(&self, reason: &str) {
+        // Whoever holds what decides: that may wait for a connection.
+        self.machine().halt();
         self.group.each(|member| member.machine().halt());
         self.event(Event::Panicked(reason.to_owned()));
     }
@@ -342,7 +350,9 @@ impl Session {
     pub(super) fn close_connections(&self) {
         self.data.close();
         self.heartbeats.close();
-        self.frames.close();
+        if let Some(link) = self.frames(Frames::close) {
+            link.close();
+        }
     }
 }
 
@@ -368,9 +378,9 @@ impl Pulse for Session {
         self.event(Event::Tick);
     }
     fn is_over(&self) -> bool {
-        self.group.core().is_over()
+        self.group.core().standby.is_over()
     }
     fn may_hang_up(&self) -> bool {
-        self.group.core().may_hang_up(self.place)
+        self.group.core().standby.may_hang_up(self.place)
     }
 }

@@ -7,6 +7,7 @@ pub use clock::{Clock, Stage};
 use super::activation::Readiness;
 use super::apply::Checkpoint;
 use super::failure::OwnFailure;
+use super::frames::Frames;
 use super::session::Session;
 use crate::clock::now;
 use crate::lockstep::backup::{self as lockstep, Following, NoEnd};
@@ -106,17 +107,18 @@ impl Session {
 
     /// Takes the guest's conversations up where the primary left them.
     pub(super) fn go_live(&self, from: &Checkpoint, in_lockstep: bool) -> TakeoverReport {
-        let before = if in_lockstep { Vec::new() } else { self.frames.take_sent() };
-        let resent_frames = self.machine().open_network(&self.frames.stations(), &before);
+        let before = if in_lockstep { Vec::new() } else { self.frames(Frames::take_sent) };
+        let resent_frames =
+            self.machine().open_network(&self.frames(|frames| frames.stations()), &before);
         self.clock.reach(Stage::Live);
-        let injected_frames = self.frames.inject(&self.machine());
+        let injected_frames = self.inject_kept();
         let lag_ms = self.following().map_or(0.0, |following| following.lag_at_failure_ms());
         let report = self.clock.report();
         let outage_ms = match in_lockstep {
             true => lag_ms + report.total_ms,
             false => (now() - from.taken).as_secs_f64() * 1e3,
         };
-        let planned = self.group.core().is_planned();
+        let planned = self.group.core().standby.is_planned();
         TakeoverReport { planned, lag_ms, outage_ms, injected_frames, resent_frames, ..report }
     }
 

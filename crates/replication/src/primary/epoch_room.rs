@@ -1,8 +1,8 @@
-//! The room for what a guest may write to its disks in one epoch, as its threads share it:
-//! `understudy_protocol::EpochRoom` says who waits.
+//! The room for what a guest may write to its disks in one epoch, as its threads share it, beside that of the queue to the
+//! backup: `understudy_protocol::EpochRoom` says who waits.
 
-use understudy_protocol::EpochRoom as Room;
-use understudy_threads::Waitable;
+use crate::sync::{BudgetState, ByteBudget};
+use understudy_protocol::EpochRoom;
 
 /// The bytes above which a checkpoint is due. `crates/daemon/src/room.rs` counts it.
 pub const EPOCH_DISK_BYTES: u64 = 64 << 20;
@@ -10,52 +10,33 @@ pub const EPOCH_DISK_BYTES: u64 = 64 << 20;
 /// The bytes that a message takes in memory beside its payload.
 const MESSAGE_BYTES: u64 = 64;
 
-/// The room of the epoch that runs.
-#[derive(Debug)]
-pub struct EpochRoom {
-    state: Waitable<State>,
-}
+/// The room in the queue, and in the epoch that runs.
+pub type Room = ByteBudget<EpochRoom>;
 
-#[derive(Debug)]
-struct State {
-    room: Room,
-    closed: bool,
-}
-
-impl EpochRoom {
-    /// Room for so many bytes.
-    pub fn new(limit: u64) -> EpochRoom {
-        EpochRoom { state: Waitable::new(State { room: Room::new(limit), closed: false }) }
-    }
-
-    /// Takes room for a message, as soon as there is some or a checkpoint can make some. Returns
+impl Room {
+    /// Takes room in the epoch for a message, as soon as there is some or a checkpoint can make some. Returns
     /// whether it was the last of the room: a checkpoint is due.
-    pub fn take(&self, bytes: u64) -> bool {
-        let waits = |state: &mut State| state.room.must_wait() && !state.closed;
+    pub fn take_of_epoch(&self, bytes: u64) -> bool {
+        let waits = |state: &mut BudgetState<EpochRoom>| state.other.must_wait() && !state.closed;
         let mut state = self.state.wait_while(self.state.lock(), waits);
-        state.room.take(bytes + MESSAGE_BYTES)
+        state.other.take(bytes + MESSAGE_BYTES)
     }
 
     /// Whether a checkpoint is due for want of room.
-    pub fn is_full(&self) -> bool {
-        self.state.lock().room.is_full()
+    pub fn is_epoch_full(&self) -> bool {
+        self.state.lock().other.is_full()
     }
 
-    /// The next epoch has begun.
-    pub fn empty(&self) {
-        self.state.change(|state| state.room.empty());
+    /// Notes that the next epoch has begun.
+    pub fn begin_epoch(&self) {
+        self.state.change(|state| state.other.empty());
     }
 
-    /// Whether as many epochs are on their way as there may be.
+    /// Notes whether as many epochs are on their way as there may be.
     pub fn set_blocked(&self, blocked: bool) {
-        if self.state.lock().room.set_blocked(blocked) {
+        if self.state.lock().other.set_blocked(blocked) {
             self.state.wake();
         }
-    }
-
-    /// Lets everybody pass from now on: nothing is sent any more.
-    pub fn close(&self) {
-        self.state.change(|state| state.closed = true);
     }
 }
 
@@ -70,12 +51,12 @@ mod tests {
     const WRITE: u64 = 100 - MESSAGE_BYTES;
 
     /// A guest that writes without end, told write by write.
-    fn writer(room: &Arc<EpochRoom>) -> crossbeam_channel::Receiver<()> {
+    fn writer(room: &Arc<Room>) -> crossbeam_channel::Receiver<()> {
         let (wrote, heard) = crossbeam_channel::bounded(0);
         let room = room.clone();
         thread::spawn(move || {
             loop {
-                room.take(WRITE);
+                room.take_of_epoch(WRITE);
                 if wrote.send(()).is_err() {
                     return;
                 }
@@ -100,17 +81,17 @@ mod tests {
 
     #[test]
     fn writes_wait_only_while_no_checkpoint_can_be_taken() {
-        let room = Arc::new(EpochRoom::new(1000));
+        let room = Arc::new(Room::with(1000, EpochRoom::new(1000)));
         room.set_blocked(true);
         let heard = writer(&room);
         assert_eq!(drained(&heard, 10), 10, "as much as there is room for");
-        assert!(room.is_full());
+        assert!(room.is_epoch_full());
         room.set_blocked(false);
         for _ in 0..20 {
             heard.recv_timeout(Duration::from_secs(20)).expect("QEMU stops behind its writes");
         }
         room.set_blocked(true);
-        room.empty();
+        room.begin_epoch();
         assert!(drained(&heard, 0) <= 11, "one may have passed before");
         room.close();
         for _ in 0..20 {

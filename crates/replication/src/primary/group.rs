@@ -229,7 +229,7 @@ impl Group {
         }
         self.each(|member| {
             member.disk_epoch.store(next.0, Ordering::Release);
-            member.epoch_room.empty();
+            member.outbox.room.begin_epoch();
         });
         let event = if last { Event::CapturedLast } else { Event::Captured };
         session.event_locked(&mut core, event);
@@ -289,7 +289,7 @@ impl Guests for Group {
 
     fn is_full(&self) -> bool {
         let mut full = false;
-        self.each(|member| full |= member.epoch_room.is_full());
+        self.each(|member| full |= member.outbox.room.is_epoch_full());
         full
     }
 

@@ -59,7 +59,7 @@ impl Mirroring {
         let Some(session) = self.0.upgrade() else { return };
         let epoch = || Epoch(session.disk_epoch.load(Ordering::Acquire));
         // The first synchronisation is applied as it comes.
-        if epoch() > Epoch(0) && session.epoch_room.take(piece.bytes()) {
+        if epoch() > Epoch(0) && session.outbox.room.take_of_epoch(piece.bytes()) {
             session.group.ring();
         }
         let epoch = epoch();

@@ -62,7 +62,6 @@ use activity::Watch;
 use anyhow::Context;
 use crossbeam_channel::Receiver;
 use dialler::Dialler;
-use epoch_room::EpochRoom;
 use offer::{Taken, await_ready, offer};
 use pace::Pace;
 use present::Present;
@@ -211,7 +210,6 @@ pub fn protect(
         inbound,
         outbound: outbound::Outbound::default(),
         disk_epoch: AtomicU64::new(0),
-        epoch_room: EpochRoom::new(EPOCH_DISK_BYTES),
         data,
         heartbeats: Heartbeats::new()?,
         work: headway::Work::default(),

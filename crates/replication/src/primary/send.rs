@@ -1,5 +1,6 @@
 //! Encode and send: the queue between the guest's side and the wire.
 
+use super::epoch_room::{EPOCH_DISK_BYTES, Room};
 use super::link_speed::Burst;
 use super::references::References;
 use super::session::Session;
@@ -7,7 +8,6 @@ use super::stats::Stats;
 use crate::clock;
 use crate::messages::{PageBatch, Piece, ToBackup};
 use crate::moments::strike;
-use crate::sync::ByteBudget;
 use crossbeam_channel::{Receiver, Sender};
 use std::collections::HashMap;
 use std::io;
@@ -18,7 +18,7 @@ use understudy_link::channel::Channel;
 use understudy_link::link::Next;
 use understudy_memory::CapturedChunk;
 use understudy_protocol::wire::{HEADER_BYTES, Header};
-use understudy_protocol::{Epoch, EpochDigest, EpochEnd, Time};
+use understudy_protocol::{Epoch, EpochDigest, EpochEnd, EpochRoom, Time};
 
 /// Bytes that may wait to be sent, beside captured pages.
 const QUEUE_BYTES: u64 = 32 << 20;
@@ -44,7 +44,8 @@ pub enum Outgoing {
 #[derive(Clone, Debug)]
 pub struct Outbox {
     queue: Sender<Outgoing>,
-    budget: Arc<ByteBudget>,
+    /// Room in it, and for what the guest writes to its disks in the epoch that runs.
+    pub(super) room: Arc<Room>,
 }
 
 /// The reading end of the queue.
@@ -53,22 +54,22 @@ pub struct Outflow {
     queue: Receiver<Outgoing>,
     /// The item that comes next, if it has been looked at already.
     next: Option<Outgoing>,
-    budget: Arc<ByteBudget>,
+    room: Arc<Room>,
 }
 
 /// A fresh queue.
 pub fn queue() -> (Outbox, Outflow) {
     let (sender, receiver) = crossbeam_channel::unbounded();
-    let budget = Arc::new(ByteBudget::new(QUEUE_BYTES));
-    let outflow = Outflow { queue: receiver, next: None, budget: budget.clone() };
-    (Outbox { queue: sender, budget }, outflow)
+    let room = Arc::new(Room::with(QUEUE_BYTES, EpochRoom::new(EPOCH_DISK_BYTES)));
+    let outflow = Outflow { queue: receiver, next: None, room: room.clone() };
+    (Outbox { queue: sender, room }, outflow)
 }
 
 impl Outbox {
     /// Queues data, waiting while the queue is full: the back-pressure that
     /// slows a guest down to the link's speed.
     pub fn put(&self, item: Outgoing) {
-        if self.budget.take(item.bytes()) {
+        if self.room.take(item.bytes()) {
             // Fails only when the sender is gone with the session.
             let _ = self.queue.send(item);
         }
@@ -77,24 +78,24 @@ impl Outbox {
     /// Queues without waiting, for the checkpoint itself: the pipeline's depth
     /// bounds these.
     pub fn put_now(&self, item: Outgoing) {
-        self.budget.force(item.bytes());
+        self.room.force(item.bytes());
         let _ = self.queue.send(item);
     }
 
     /// Lets everybody who waits pass; what is queued is the last to be sent.
     pub fn close(&self) {
-        self.budget.close();
+        self.room.close();
         let _ = self.queue.send(Outgoing::End);
     }
 
     /// The time since which somebody has waited for room, and nobody who did has got any.
     pub fn waits_since(&self) -> Option<Time> {
-        self.budget.waits_since()
+        self.room.waits_since()
     }
 
     /// Whether nothing more gets into it.
     pub fn is_closed(&self) -> bool {
-        self.budget.is_closed()
+        self.room.is_closed()
     }
 }
 
@@ -140,7 +141,7 @@ pub fn send_all(outflow: &mut Outflow, session: &Session) -> io::Result<()> {
         let bytes = item.bytes();
         let next = outflow.next();
         sending.send(item, next)?;
-        outflow.budget.give_back(bytes);
+        outflow.room.give_back(bytes);
     }
     Ok(())
 }

@@ -1,7 +1,6 @@
 //! One VM's protection, seen from the primary: the state machine, what it says is done, and what
 //! the session's threads share.
 
-use super::epoch_room::EpochRoom;
 use super::group::Group;
 use super::headway::Work;
 use super::inbound::{self, Inbound};
@@ -86,8 +85,6 @@ pub struct Session {
     pub outbound: Outbound,
     /// The tag of disk writes: 0 during the first synchronisation.
     pub disk_epoch: AtomicU64,
-    /// Room for what the guest writes to its disks in the epoch that runs.
-    pub epoch_room: EpochRoom,
     /// The paths to the backup.
     pub paths: Arc<PathMonitor>,
     /// The way of the data to it.
@@ -211,7 +208,7 @@ impl Session {
         let (decided, before) = (clock::now(), core.stage());
         core.handle(decided, event, &mut effects);
         let blocked = core.in_flight() >= self.policy.pipeline();
-        self.group.each(|member| member.epoch_room.set_blocked(blocked));
+        self.group.each(|member| member.outbox.room.set_blocked(blocked));
         for effect in &effects {
             self.take_effect(effect, core, decided);
         }
@@ -302,7 +299,6 @@ impl Session {
             PrimaryAction::Contest(_) | PrimaryAction::YieldToBackup | PrimaryAction::StandDown => {
             }
             PrimaryAction::ClosePeer => {
-                self.epoch_room.close();
                 self.outbox.close();
                 self.data.close();
                 self.heartbeats.close();
@@ -336,7 +332,6 @@ impl Session {
     /// Ends mirroring. Another thread takes the sinks away, which are closed by then: a
     /// write that its disk does not answer would hold everybody up.
     fn end_mirroring(&self) {
-        self.epoch_room.close();
         self.outbox.close();
         let disks = self.machine().disks();
         let body = move || disks.iter().for_each(|disk| disk.remove_closed_sink());

@@ -1,14 +1,13 @@
 //! The log between the wire and QEMU: what every thread of the backup's side knows of it.
 
 use super::LOOK_INTERVAL;
+use super::reads::Reads;
 use crate::clock;
 use crate::lockstep::Rate;
 use crate::lockstep::compare::Differing;
 use crate::lockstep::compare::backup::Asked;
-use crate::lockstep::reads::Reads;
 use crate::lockstep::writes::Writes;
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::time::Duration;
 use understudy_lockstep::{Comparison, Feed, LogPosition, Mark, Rest};
 use understudy_protocol::Epoch;
@@ -38,18 +37,21 @@ pub(super) enum Turn {
 /// A log on its way to this host's QEMU.
 #[derive(Debug)]
 pub struct Following {
-    state: Waitable<State>,
-    reads: Arc<Reads>,
+    pub(super) state: Waitable<State>,
+    /// The source that its guest's reads come from.
+    pub(super) disk_reads: DiskReads,
     writes: Writes,
 }
 
-#[derive(Debug, Default)]
-struct State {
+#[derive(Debug)]
+pub(super) struct State {
     feed: Feed,
     rate: Rate,
     span: LogSpan,
     /// Rest of the log, once the epoch is on its way with which it ends.
     rest: Option<Rest>,
+    /// The results of its guest's reads.
+    pub reads: Reads,
     /// Comparisons at the marks of the feed.
     asked: Asked,
     /// QEMU has another place: there is nothing left to be watched.
@@ -68,6 +70,24 @@ struct State {
 }
 
 impl State {
+    fn new(disks: usize, epoch: Epoch) -> State {
+        State {
+            feed: Feed::default(),
+            rate: Rate::default(),
+            span: LogSpan::new(epoch),
+            rest: None,
+            reads: Reads::new(disks),
+            asked: Asked::default(),
+            left: false,
+            progress: LogProgress::default(),
+            blocked: false,
+            begun: false,
+            given: 0,
+            recent: VecDeque::new(),
+            lag_at_failure: None,
+        }
+    }
+
     /// The time since the oldest log came that QEMU has not executed.
     fn lag(&self) -> Duration {
         self.feed.behind_since().map_or(Duration::ZERO, |since| clock::now() - since)
@@ -84,8 +104,8 @@ impl Following {
     /// A log that begins behind `epoch`, of a guest with so many disks.
     pub fn new(disk_reads: DiskReads, disks: usize, epoch: Epoch) -> Following {
         Following {
-            state: Waitable::new(State { span: LogSpan::new(epoch), ..State::default() }),
-            reads: Reads::new(disk_reads, disks),
+            state: Waitable::new(State::new(disks, epoch)),
+            disk_reads,
             writes: Writes::default(),
         }
     }
@@ -93,11 +113,6 @@ impl Following {
     /// The epoch behind which it begins.
     pub fn machine(&self) -> Epoch {
         self.state.lock().span.machine()
-    }
-
-    /// The reads of its guest.
-    pub fn reads(&self) -> &Arc<Reads> {
-        &self.reads
     }
 
     /// The counts of the writes that its disks have.
@@ -125,7 +140,7 @@ impl Following {
         let deadline = clock::now() + longest;
         let mut state = self.state.lock();
         let is_full = |state: &State| {
-            let reads = state.begun && state.feed.pending() > 0 && self.reads.is_full();
+            let reads = state.begun && state.feed.pending() > 0 && state.reads.is_full();
             state.feed.waiting() > most_waiting() || reads
         };
         while !state.span.has_ended() && is_full(&state) {
@@ -145,9 +160,9 @@ impl Following {
         if state.span.end() {
             state.feed.end();
             state.asked.clear();
+            // With the span: no batch is acknowledged whose reads are not taken in.
+            state.reads.end();
             self.state.wake();
-            // In this order: no batch is acknowledged whose reads are not taken in.
-            self.reads.end();
         }
     }
 
@@ -308,8 +323,8 @@ impl Following {
             log_mbit_s: state.rate.mbit_s(),
             held_frames: 0,
             blocked: state.blocked,
-            disk_reads: self.reads.source(),
-            disk_read_mbit_s: self.reads.mbit_s(),
+            disk_reads: self.disk_reads,
+            disk_read_mbit_s: state.reads.mbit_s(),
             comparison: None,
         }
     }

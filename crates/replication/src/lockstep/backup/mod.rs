@@ -5,11 +5,12 @@
 //! | `receive` | takes batches in; they are acknowledged before they are executed | [`following`] |
 //! | `feed` | gives QEMU the log, as it takes it | [`feed`](mod@feed) |
 //! | `follow` | sees how far QEMU is, tells the primary, notices one that has diverged | [`watch`](mod@watch) |
-//! | `reads` | answers disk reads that wait for their data | [`super::reads`] |
+//! | `reads` | answers disk reads that wait for their data | [`reads`] |
 //! | `apply` | loads the machine, lets it follow; at the end of the log, goes live | [`replay`] |
 
 mod feed;
 mod following;
+mod reads;
 mod replay;
 mod watch;
 

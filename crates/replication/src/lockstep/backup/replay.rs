@@ -1,10 +1,12 @@
 //! The machine on its log: loaded, at the log's end, live.
 
 use super::Following;
+use super::reads::{self, ReadFailure};
 use super::watch::{signs, silent_disk, watchdog};
 use crate::clock;
-use crate::lockstep::reads::{self, ReadFailure};
+use crate::lockstep::reads::forget;
 use anyhow::Context;
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::info;
@@ -16,12 +18,16 @@ use understudy_qemu::lockstep::{LogChannel, Request};
 const END_INTERVAL: Duration = Duration::from_micros(250);
 
 /// Loads the machine and lets it execute its log, as soon as there is any.
-pub fn begin(machine: &Machine, following: &Following, device_state: &[u8]) -> anyhow::Result<()> {
+pub fn begin(
+    machine: &Machine,
+    following: &Arc<Following>,
+    device_state: &[u8],
+) -> anyhow::Result<()> {
     let log = machine.log().context("this QEMU does not replay")?;
     machine.load(device_state).context("cannot load the machine's state")?;
     if following.await_log() {
         following.writes().begin(machine);
-        reads::follow(machine, following.reads());
+        reads::follow(machine, following);
         log.ask(Request::Follow)?;
         machine.monitor().cont()?;
         following.begin();
@@ -83,7 +89,7 @@ pub fn await_end(machine: &Machine, following: &Following) -> Result<(), NoEnd> 
             // As a log that makes no sense to it may have it do.
             return Err(NoEnd::Diverged(format!("QEMU ended: {}", machine.last_words())));
         }
-        if let Some(failure) = following.reads().failure() {
+        if let Some(failure) = following.read_failure() {
             return Err(NoEnd::of(&failure));
         }
         thread::sleep(END_INTERVAL);
@@ -108,6 +114,6 @@ pub fn stop(machine: &Machine) -> anyhow::Result<()> {
     let log: &LogChannel = machine.log().context("this QEMU does not replay")?;
     machine.monitor().stop()?;
     log.ask(Request::GoLive)?;
-    reads::forget(machine);
+    forget(machine);
     Ok(())
 }

@@ -1,10 +1,10 @@
 //! The watch over how far QEMU is, and whether it still follows.
 
+use super::reads::ReadFailure;
 use super::{Following, LOOK_INTERVAL};
 use crate::backup::Session;
 use crate::clock;
 use crate::heartbeat::Pulse;
-use crate::lockstep::reads::ReadFailure;
 use crate::messages::ToPrimary;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -28,7 +28,7 @@ pub fn watch(session: &Session, machine: &Machine, following: &Following) {
     let (mut told, mut told_at) = (LogProgress::default(), Instant::now());
     while !session.is_over() && !following.is_left() {
         thread::sleep(LOOK_INTERVAL);
-        match following.reads().failure() {
+        match following.read_failure() {
             Some(ReadFailure::Diverged(reason)) => return session.diverged(&reason),
             Some(ReadFailure::Unusable(reason)) => return session.give_up(&reason),
             None => {}
