@@ -29,7 +29,7 @@ impl Word {
         move |vm, claimant, generation| {
             let Some(arbiter) = host.arbiter.clone() else { return Word::Nobody };
             // Known to be silent: a thread more would but hang with the others.
-            if host.findings.lock().arbiter.is_some() {
+            if host.vms.look(|all| all.findings.arbiter.is_some()) {
                 return Word::Silent;
             }
             let asked = vm.clone();
