@@ -2,7 +2,7 @@
 
 use crate::autostart::set_autostart;
 use crate::fencing::pass;
-use crate::keepers::{answered, in_keepers, signal_keeper};
+use crate::keepers::{answered, in_keepers};
 use crate::refusals::{log_of, quick};
 use crate::sick_hosts::await_unfit;
 use crate::stage::{
@@ -10,7 +10,6 @@ use crate::stage::{
     play_protected, protection, prove_disk, prove_survival, refusal, repairing_daemon, run,
 };
 use anyhow::{Context, Result, ensure};
-use nix::sys::signal::Signal;
 use serde_json::Value;
 use std::fs;
 use std::io::{self, Read};
@@ -304,11 +303,13 @@ fn who_cannot_write_its_log_any_more_goes_on_without_one() {
         })
         .and_then(|()| scene.start_guest("a"))
         .and_then(|()| answered(scene, VM))
-        .and_then(|status| signal_keeper(&status, Signal::SIGTERM))
-        .and_then(|()| await_forgotten(scene, "a"));
-        run("kill", &["-TERM", &daemon.id().to_string()])?;
+        .and_then(|_| a.call(["vm", "stop", VM, "--force"]))
+        .and_then(|_| {
+            wait_for("the VM to be gone", LIMIT, || Ok(a.known(VM)?.is_none().then_some(())))
+        });
+        let told = run("kill", &["-TERM", &daemon.id().to_string()]);
         let ended = daemon.wait()?;
-        lived?;
+        lived.and(told)?;
         ensure!(ended.success(), "{ended}");
         Ok(())
     });

@@ -2,12 +2,13 @@
 
 use crate::keepers::in_keepers;
 use crate::refusals::{log_of, quick};
-use crate::stage::{play, run};
+use crate::stage::{await_forgotten, play, run};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 use understudy_lab::Scene;
+use understudy_lab::scene::VM;
 
 /// The state and words of doctor on host a about one thing, and whether all is well.
 fn examine(scene: &Scene, config: &Path, name: &str) -> Result<(String, String, bool)> {
@@ -111,6 +112,7 @@ fn what_keepers_protect_is_tried_as_well() {
         scene.await_protected("b", |_| ())?;
         let (state, detail, _) = examine(scene, &config, "arbiter with b")?;
         ensure!(state == "ok" && detail.contains("the 1 VMs"), "{state}: {detail}");
-        Ok(())
+        scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
+        ["a", "b"].iter().try_for_each(|host| await_forgotten(scene, host))
     });
 }

@@ -330,7 +330,10 @@ fn a_configuration_that_no_keeper_can_read_is_named_and_once_it_is_right_they_be
         let (_, words) = refusal(scene.host("a")?, &["protect", VM, "--to", "b"])?;
         says(&words, &named)?;
         fs::write(&file, sound)?;
-        scene.protect("a", "b")
+        scene.protect("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        ["a", "b"].iter().try_for_each(|host| await_forgotten(scene, host))
     });
 }
 
