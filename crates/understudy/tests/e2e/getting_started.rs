@@ -257,6 +257,9 @@ fn under_systemd_a_vm_with_keepers_outlives_restarts_kills_and_upgrades_of_the_s
         let now = [kept(&site.a)?, kept(&site.b)?];
         ensure!(now == before, "after {blow}: {before:?} became {now:?}");
     }
+    // It was refused: a backup's keeper comes with its VM's.
+    let said = site.b.call("understudy upgrade --keepers")?;
+    ensure!(said.contains("gets a new keeper here when that on host host-a"), "{said}");
     let events = site.a.call("understudy events --json")?;
     ensure!(!events.contains("protection-lost"), "protection was lost: {events}");
     end_in_order(&site, before[0].0, client)?;
