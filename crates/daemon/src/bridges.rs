@@ -59,14 +59,6 @@ fn look(vm: &PrimaryVm, found: &mut BTreeMap<(VmName, String), String>) {
 }
 
 impl Host {
-    /// Problems of the host for want of bridges.
-    pub(crate) fn problems_of_cards(&self) -> Vec<String> {
-        let told = |((vm, mac), problem): (&(VmName, String), &String)| {
-            format!("{vm} is not connected, card {mac}: {problem}")
-        };
-        self.vms.look(|all| all.findings.cards.iter().map(told).collect())
-    }
-
     /// Says of a VM's cards why they are on no bridge.
     pub(crate) fn describe_cards(&self, status: &mut VmStatus) {
         self.vms.look(|all| {

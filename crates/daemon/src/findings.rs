@@ -19,6 +19,8 @@ pub(crate) struct Findings {
     pub cards: BTreeMap<(VmName, String), String>,
     /// Reasons why a cluster's last scheduled snapshot does not exist, or old ones still do.
     pub snapshots: BTreeMap<GroupName, String>,
+    /// The VMs that have keepers, as last looked at.
+    pub kept: Vec<VmName>,
     /// Reason why events are not posted.
     pub webhook: Option<String>,
 }

@@ -46,7 +46,7 @@ use understudy_replication::records::Records;
 use understudy_replication::resync;
 use understudy_report::CheckpointTiming;
 use understudy_report::error::{ErrorKind, HostError};
-use understudy_report::events::Journal;
+use understudy_report::events::{EventKind, Journal};
 use understudy_report::meters::Meters;
 use understudy_threads::Common;
 
@@ -278,6 +278,15 @@ impl Host {
     /// Journal of what has happened on this host.
     pub fn events(&self) -> Journal {
         self.events.clone()
+    }
+
+    /// Records what has happened to the host. From a keeper its daemon hears events of VMs alone: it is told as one of each
+    /// that it keeps.
+    pub(crate) fn tell_of_host(&self, kind: EventKind) {
+        match &self.keeps {
+            None => self.events.record(kind),
+            Some(kept) => kept.vms().iter().for_each(|vm| self.events.of(vm).record(kind.clone())),
+        }
     }
 
     /// Counters of this host's VMs for a monitoring system.

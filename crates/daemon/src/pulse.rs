@@ -6,10 +6,12 @@ use crate::vm::Vm;
 /// Counts of what a living daemon has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pulse {
-    /// VMs that run on this host.
+    /// VMs that it runs itself.
     pub running: usize,
-    /// VMs of other hosts that it backs up.
+    /// VMs of other hosts that it backs up itself.
     pub backed_up: usize,
+    /// VMs that keepers of this host run, or back up.
+    pub kept: usize,
 }
 
 impl Host {
@@ -19,12 +21,14 @@ impl Host {
     pub fn pulse(&self) -> Pulse {
         fail::fail_point!("pulse");
         self.lobby.end_overdue();
+        // As counted a moment ago: no storage must be waited for here.
+        let none = Pulse { kept: self.vms.look(|all| all.findings.kept.len()), ..Pulse::default() };
         let count = |pulse: Pulse, vm: &Vm| match vm {
             Vm::Primary(_) => Pulse { running: pulse.running + 1, ..pulse },
             Vm::Backup(_) => Pulse { backed_up: pulse.backed_up + 1, ..pulse },
             Vm::Fenced(_) => pulse,
         };
         // Without keeping any of them: whoever is the last to have one ends it.
-        self.vms.look_at_all(|vms| vms.values().fold(Pulse::default(), count))
+        self.vms.look_at_all(|vms| vms.values().fold(none, count))
     }
 }

@@ -42,7 +42,7 @@ impl Host {
             UpgradeStep { vm: name, group: status.group, outcome }
         };
         let kept = self.keepers().into_iter().map(|keeper| UpgradeStep {
-            outcome: UpgradeOutcome::GoesOn { keeper: program_of(&keeper) },
+            outcome: UpgradeOutcome::GoesOn { keeper: self.program_of(&keeper) },
             vm: keeper.vm,
             group: None,
         });
@@ -103,6 +103,22 @@ impl Host {
         record.is_some_and(|record| autostart::comes_up(&record))
     }
 
+    /// Program that a keeper runs, and whether it could be replaced, if it is not what this daemon
+    /// runs.
+    fn program_of(&self, keeper: &Keeper) -> Option<KeeperProgram> {
+        let pid = keeper.pid?;
+        let file = |process: &str| {
+            let program = fs::metadata(format!("/proc/{process}/exe")).ok()?;
+            Some((program.dev(), program.ino()))
+        };
+        let theirs = file(&pid.to_string());
+        let is_daemons = theirs.is_some() && theirs == file("self");
+        let obstacle = if is_daemons { None } else { keeper.replacement_obstacle() };
+        let version = keeper.program.as_ref().map(|program| program.version.clone());
+        let backs_up_for = self.backs_up_for(&keeper.vm);
+        Some(KeeperProgram { pid, version, is_daemons, obstacle, backs_up_for })
+    }
+
     fn ask_versions(&self, host: &HostName, addresses: &[SocketAddr]) -> Result<Versions, String> {
         let ask = || -> anyhow::Result<ProbeAnswer> {
             let (link, _) = self.identity.dial_first(host, addresses, |_| Purpose::Probe)?;
@@ -115,21 +131,6 @@ impl Host {
             false => Err(format!("its address is that of host {}", answer.host)),
         }
     }
-}
-
-/// Program that a keeper runs, and whether it could be replaced, if it is not what this daemon
-/// runs.
-fn program_of(keeper: &Keeper) -> Option<KeeperProgram> {
-    let pid = keeper.pid?;
-    let file = |process: &str| {
-        let program = fs::metadata(format!("/proc/{process}/exe")).ok()?;
-        Some((program.dev(), program.ino()))
-    };
-    let theirs = file(&pid.to_string());
-    let is_daemons = theirs.is_some() && theirs == file("self");
-    let obstacle = if is_daemons { None } else { keeper.replacement_obstacle() };
-    let version = keeper.program.as_ref().map(|program| program.version.clone());
-    Some(KeeperProgram { pid, version, is_daemons, obstacle })
 }
 
 fn peer(

@@ -1,10 +1,13 @@
 //! Events posted to an address of the operator's, one by one and in their order, each until it was taken.
 //!
-//! A receiver may get an event twice (its answer was lost), and knows it by its number. One that does not answer is asked
+//! A receiver may get an event twice (its answer was lost), and knows it by its number, or a keeper's by that keeper's. One that does not answer is asked
 //! again, later each time; what the log does not keep for so long is lost to it, which is said.
+
+mod marks;
 
 use crate::config::{self, WebhookUrl};
 use crate::host::Host;
+use marks::Marks;
 use serde::Serialize;
 use std::sync::Arc;
 use std::thread;
@@ -55,8 +58,8 @@ pub(crate) fn start(host: &Arc<Host>) {
     };
     let name = host.config.name.clone();
     let poster = Poster { url, host: name, agent: agent(), tell: Box::new(tell) };
-    let journal = host.events.clone();
-    let run = move || poster.run(&journal);
+    let (journal, state_dir) = (host.events.clone(), host.config.state_dir.clone());
+    let run = move || poster.run(&journal, Marks::of(&state_dir));
     if let Err(error) = thread::Builder::new().name("webhook".to_owned()).spawn(run) {
         warn!("no event is posted: cannot start a thread: {error}");
     }
@@ -83,7 +86,7 @@ struct Poster {
 }
 
 impl Poster {
-    fn run(&self, journal: &Journal) {
+    fn run(&self, journal: &Journal, mut marks: Marks) {
         let mut last = 0;
         loop {
             let list = journal.after(last, None);
@@ -91,10 +94,13 @@ impl Poster {
                 warn!("webhook: events after number {last} are not kept any more, and not posted");
             }
             for event in &list.events {
-                self.deliver(event, journal);
+                if !marks.have(event) && self.deliver(event, journal) {
+                    marks.note(event);
+                }
                 last = event.number;
             }
             if list.events.is_empty() {
+                marks.write();
                 if journal.is_closed() {
                     return;
                 }
@@ -103,8 +109,8 @@ impl Poster {
         }
     }
 
-    /// Returns when the event was taken or refused, or the daemon ends.
-    fn deliver(&self, event: &Event, journal: &Journal) {
+    /// Whether the event was taken or refused; else the daemon ends.
+    fn deliver(&self, event: &Event, journal: &Journal) -> bool {
         let (mut wait, since, url) = (WAITS[0], Instant::now(), self.url.shown());
         let tell = |why: &str| {
             let problem = format!(
@@ -119,13 +125,14 @@ impl Poster {
                     if wait > WAITS[0] {
                         info!("webhook: {url} answers again");
                     }
-                    return;
+                    return true;
                 }
                 Answer::Refused(why) => {
                     tell(&why);
-                    return warn!("webhook: {url} does not want event {}: {why}", event.number);
+                    warn!("webhook: {url} does not want event {}: {why}", event.number);
+                    return true;
                 }
-                Answer::Later(_) if journal.is_closed() => return,
+                Answer::Later(_) if journal.is_closed() => return false,
                 Answer::Later(why) => {
                     if since.elapsed() > PATIENCE {
                         tell(&why);
@@ -183,6 +190,45 @@ mod tests {
     fn poster(url: &str, tell: impl Fn(Option<String>) + Send + 'static) -> Poster {
         let (url, host) = (WebhookUrl::of(url), literal("a"));
         Poster { url, host, agent: agent(), tell: Box::new(tell) }
+    }
+
+    /// Of a host without VMs.
+    fn marks() -> Marks {
+        Marks::of(tempfile::tempdir().unwrap().path())
+    }
+
+    /// What keepers remember was told again by each daemon, under new numbers: pagers called for take-overs of weeks ago.
+    #[test]
+    fn what_an_earlier_daemon_has_posted_of_keepers_is_not_posted_again() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}/hook", listener.local_addr().unwrap());
+        let state_dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir(state_dir.path().join("db")).unwrap();
+        let keepers = Journal::default();
+        let db = keepers.of(&literal("db"));
+        db.record(EventKind::Started);
+        db.record(EventKind::Rebooted);
+        let posted = |expected: &[&str]| {
+            let journal = Journal::default();
+            keepers.after(0, None).events.into_iter().for_each(|it| journal.relay(it, Some(7)));
+            let last = journal.after(0, None).events.pop().unwrap();
+            journal.record(EventKind::LeaseRenewed);
+            let (posting, poster) = (journal.clone(), poster(&url, |_| ()));
+            let given = Marks::of(state_dir.path());
+            let thread = thread::spawn(move || poster.run(&posting, given));
+            for kind in expected {
+                assert_eq!(answer(listener.accept().unwrap().0, "204 Taken")["kind"], **kind);
+            }
+            let deadline = Instant::now() + Duration::from_secs(60);
+            while !Marks::of(state_dir.path()).have(&last) && Instant::now() < deadline {
+                thread::sleep(LOOK);
+            }
+            journal.close();
+            thread.join().unwrap();
+        };
+        posted(&["started", "rebooted", "lease-renewed"]);
+        db.record(EventKind::PoweredOff);
+        posted(&["powered-off", "lease-renewed"]);
     }
 
     #[test]
@@ -243,7 +289,7 @@ mod tests {
         journal.of(&literal("db")).record(EventKind::Protected { peer: literal("b") });
         let posting = journal.clone();
         let poster = poster(&url, |_| ());
-        let thread = thread::spawn(move || poster.run(&posting));
+        let thread = thread::spawn(move || poster.run(&posting, marks()));
         let next = |status| answer(listener.accept().unwrap().0, status);
         assert_eq!(next("503 Busy")["kind"], "started");
         let again = next("204 Taken");
@@ -263,7 +309,7 @@ mod tests {
         journal.of(&literal("db")).record(EventKind::Rebooted);
         let (posting, noted) = (journal.clone(), vms.clone());
         let poster = poster(&url, move |problem| noted.note(|all| all.findings.webhook = problem));
-        let thread = thread::spawn(move || poster.run(&posting));
+        let thread = thread::spawn(move || poster.run(&posting, marks()));
         answer(listener.accept().unwrap().0, "401 Unauthorized");
         let second = listener.accept().unwrap().0;
         let problem = vms.look(|all| all.findings.webhook.clone());

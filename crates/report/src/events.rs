@@ -43,6 +43,19 @@ pub struct Event {
     pub kind: EventKind,
     /// The same as a sentence.
     pub text: String,
+    /// The keeper that recorded it; none if the daemon did. Each daemon tells it anew, with a number of its own, and this
+    /// stays.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub told_by: Option<ToldBy>,
+}
+
+/// The keeper that has recorded an event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct ToldBy {
+    /// Its process.
+    pub keeper: u32,
+    /// The event's number there.
+    pub number: u64,
 }
 
 /// Events after a number.
@@ -119,9 +132,10 @@ impl Journal {
         self.add(None, kind);
     }
 
-    /// Takes over an event that another process of this host has recorded, and logged, about its VM.
-    pub fn relay(&self, event: Event) {
-        self.keep(|number| Event { number, ..event });
+    /// Takes over an event that a keeper of this host has recorded, and logged, about its VM.
+    pub fn relay(&self, event: Event, keeper: Option<u32>) {
+        let told_by = keeper.map(|keeper| ToldBy { keeper, number: event.number });
+        self.keep(|number| Event { number, told_by, ..event });
     }
 
     /// The part about a VM.
@@ -133,7 +147,15 @@ impl Journal {
         let (text, severity) = (kind.to_string(), kind.severity());
         tell(vm, severity, &text);
         let vm = vm.cloned();
-        self.keep(|number| Event { number, at_ms: now_ms(), vm, severity, kind, text });
+        self.keep(|number| Event {
+            number,
+            at_ms: now_ms(),
+            vm,
+            severity,
+            kind,
+            text,
+            told_by: None,
+        });
     }
 
     fn keep(&self, event: impl FnOnce(u64) -> Event) {
@@ -372,10 +394,11 @@ mod tests {
         keepers.of(&literal("db")).record(EventKind::Started);
         daemons.record(EventKind::LeaseRenewed);
         let event = keepers.after(0, None).events.remove(0);
-        daemons.relay(event.clone());
+        daemons.relay(event.clone(), Some(7));
         let relayed = daemons.after(0, None).events.remove(1);
         assert_eq!(relayed.number, daemons.last());
-        assert_eq!(Event { number: event.number, ..relayed }, event);
+        assert_eq!(relayed.told_by, Some(ToldBy { keeper: 7, number: event.number }));
+        assert_eq!(Event { number: event.number, told_by: None, ..relayed }, event);
     }
 
     #[test]

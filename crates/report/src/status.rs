@@ -278,6 +278,9 @@ pub struct VmStatus {
     /// The error of a disk at which the guest stands still, and what becomes of it.
     #[serde(default)]
     pub disk_error: Option<String>,
+    /// The reason why its keeper, which began before QEMU was upgraded, starts nothing any more, with what to do.
+    #[serde(default)]
+    pub qemu_obstacle: Option<String>,
     /// The reason why the guest stands still, if this host could not show the arbiter for too long
     /// that it lives.
     #[serde(default)]
@@ -307,6 +310,14 @@ impl VmStatus {
         let lost =
             matches!(self.protection, Protection::Degraded { .. } | Protection::Unheld { .. });
         lost || self.restoring || self.disk_error.is_some() || self.lease_over.is_some()
+    }
+
+    /// Problems of the host for want of this VM's bridges and taps.
+    pub fn unconnected(&self) -> impl Iterator<Item = String> {
+        self.cards.iter().filter_map(|card| {
+            let problem = card.problem.as_ref()?;
+            Some(format!("{} is not connected, card {}: {problem}", self.name, card.mac))
+        })
     }
 
     /// A VM of which nothing is known but what this host is to it.
@@ -355,6 +366,7 @@ impl VmStatus {
             guest_agent: None,
             display_not_held: false,
             disk_error: None,
+            qemu_obstacle: None,
             lease_over: None,
             qemu_pid: None,
             limits: None,

@@ -133,6 +133,10 @@ pub struct KeeperProgram {
     pub is_daemons: bool,
     /// The reason why it cannot be replaced now by that; none if it can, or need not.
     pub obstacle: Option<String>,
+    /// The host whose VM it backs up; none if the VM runs here. It is not replaced: the VM gets another one here when that
+    /// host's keeper of it is.
+    #[serde(default)]
+    pub backs_up_for: Option<HostName>,
 }
 
 /// A keeper that another process has taken the place of, while its guest runs.
@@ -191,10 +195,14 @@ impl UpgradePlan {
         self.vms.iter().filter(is)
     }
 
-    /// The VMs whose keepers run another program than the daemon.
-    pub fn outdated(&self) -> impl Iterator<Item = &UpgradeStep> {
-        let is = |step: &&UpgradeStep| matches!(&step.outcome, UpgradeOutcome::GoesOn { keeper: Some(keeper) } if !keeper.is_daemons);
-        self.vms.iter().filter(is)
+    /// The VMs whose keepers run another program than the daemon, with these.
+    pub fn outdated(&self) -> impl Iterator<Item = (&VmName, &KeeperProgram)> {
+        self.vms.iter().filter_map(|step| match &step.outcome {
+            UpgradeOutcome::GoesOn { keeper: Some(keeper) } if !keeper.is_daemons => {
+                Some((&step.vm, keeper))
+            }
+            _ => None,
+        })
     }
 
     /// The VMs that are shut down, and stay off.

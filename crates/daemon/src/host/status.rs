@@ -6,7 +6,7 @@ use crate::gate::address;
 use crate::lost;
 use understudy_protocol::VmName;
 use understudy_report::error::HostError;
-use understudy_report::{ArbiterReport, HostStatus, VmStatus};
+use understudy_report::{ArbiterReport, HostStatus, Role, VmStatus};
 
 impl Host {
     /// One VM's status.
@@ -26,11 +26,14 @@ impl Host {
         status.since_ms = self.events.since(&status.name);
         status.filling = self.snapshots.filling(&status.name);
         status.sampled_pages = self.snapshots.sampled_pages(&status.name);
+        // A backup has its QEMU, and its keeper is another one once it is made anew.
+        let starts_for_it = self.keeps.is_some() && status.role != Role::Backup;
+        status.qemu_obstacle = if starts_for_it { self.qemu_obstacle() } else { None };
         status
     }
 
-    /// What is wrong with this host, on which these VMs are lost.
-    fn problems(&self, lost: &[VmName]) -> Vec<String> {
+    /// What is wrong with this host, which has these VMs, and on which those are lost.
+    fn problems(&self, vms: &[VmStatus], lost: &[VmName]) -> Vec<String> {
         let certificates = self.problems_of_certificates();
         let others = self.arbiter_problem().into_iter().chain(self.problem_of_peers());
         let qemu = self.qemu_obstacle();
@@ -38,7 +41,7 @@ impl Host {
         others
             .chain(certificates)
             .chain(qemu)
-            .chain(self.problems_of_cards())
+            .chain(vms.iter().flat_map(VmStatus::unconnected))
             .chain(self.problem_of_webhook())
             .chain(lost::problems(lost))
             .chain(self.problems_of_orphans())
@@ -85,18 +88,20 @@ impl Host {
         still.retain(|vm| self.keeper_of(vm).is_none() && !known.contains_key(vm));
         let still: Vec<_> = still.iter().filter_map(|vm| self.status_of_untold(vm)).collect();
         let vms = self.all_just_lost(&known).into_iter().chain(known.into_values());
+        let vms: Vec<_> = vms.map(|vm| vm.status()).chain(still).collect();
+        let vms: Vec<_> = vms.into_iter().map(|vm| self.complete(vm)).collect();
         let lost = self.lost_vms();
         HostStatus {
             name: self.config.name.clone(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             qemu_version: self.capabilities.version.to_string(),
-            problems: self.problems(&lost),
+            problems: self.problems(&vms, &lost),
             certificate_expires: self.identity.tls.as_ref().map(|tls| tls.expires()),
             arbiter: self.arbiter_report(),
             peers: self.known_hosts().into_keys().collect(),
             awaited: self.awaited.all(),
             lost,
-            vms: vms.map(|vm| vm.status()).chain(still).map(|vm| self.complete(vm)).collect(),
+            vms,
         }
     }
 }

@@ -62,6 +62,7 @@ use understudy_protocol::{Epoch, GroupName, HostName, VmName};
 use understudy_qemu::VmDefinition;
 use understudy_replication::handshake::{Hello, Offer, Purpose};
 use understudy_replication::membership::GroupMembers;
+use understudy_replication::records::Record;
 use understudy_report::Role;
 use understudy_report::error::{ErrorKind, HostError};
 
@@ -251,11 +252,20 @@ impl Host {
 
     /// Role of this host for a keeper's VM, for when the keeper itself does not say.
     pub fn kept_role(&self, keeper: &Keeper) -> Role {
-        let record = self.record(&keeper.vm).ok().flatten();
-        match record.map(|record| record.image.role) {
-            Some(ImageRole::Mirror | ImageRole::Syncing) => Role::Backup,
-            _ => Role::Primary,
+        match self.recorded_mirror(&keeper.vm) {
+            Some(_) => Role::Backup,
+            None => Role::Primary,
         }
+    }
+
+    /// The host whose VM this one backs up in a keeper, as far as that is on record.
+    pub(crate) fn backs_up_for(&self, vm: &VmName) -> Option<HostName> {
+        self.recorded_mirror(vm)?.peer
+    }
+
+    fn recorded_mirror(&self, vm: &VmName) -> Option<Record> {
+        let record = self.record(vm).ok().flatten()?;
+        matches!(record.image.role, ImageRole::Mirror | ImageRole::Syncing).then_some(record)
     }
 
     /// Waits a moment for a VM's last keeper, if that may be about to end.

@@ -69,7 +69,7 @@ impl Kept {
     }
 
     /// All that it keeps.
-    pub(super) fn vms(&self) -> Vec<VmName> {
+    pub(crate) fn vms(&self) -> Vec<VmName> {
         self.places.lock().of.keys().cloned().collect()
     }
 

@@ -131,9 +131,14 @@ impl Host {
         self.arrivals.are_any_to_come()
     }
 
+    /// The VMs that have keepers, as this daemon saw a moment ago: nobody waits for storage.
+    pub fn seen_in_keepers(&self) -> Vec<VmName> {
+        self.vms.look(|all| all.findings.kept.clone())
+    }
+
     /// Notices those that have ended; whether more is about to come.
     fn look_at_keepers(self: &Arc<Self>) -> bool {
-        let mut is_more_to_come = false;
+        let (mut is_more_to_come, mut kept) = (false, Vec::new());
         for vm in self.directories() {
             let is_between = self.take_up(&vm);
             let has_ended = !is_between && self.dead_note(&vm).is_some();
@@ -141,9 +146,12 @@ impl Host {
                 self.tell_of_ended(&vm);
             }
             // Nobody follows one that this daemon cannot speak with.
-            let is_followed = self.keeper_of(&vm).is_none_or(|keeper| keeper.problem.is_none());
+            let keeper = self.keeper_of(&vm);
+            let is_followed = keeper.as_ref().is_none_or(|keeper| keeper.problem.is_none());
+            kept.extend(keeper.map(|keeper| keeper.vm));
             is_more_to_come |= is_between || has_ended || !is_followed;
         }
+        self.vms.note(|all| all.findings.kept = kept);
         is_more_to_come
     }
 

@@ -123,7 +123,12 @@ impl Host {
                 |machine, actions| self.carry_out(&vm, machine, actions, None),
             );
         }
-        self.events.record(EventKind::StoodStill { seconds: still.as_secs_f64(), clocks_too });
+        let kind = EventKind::StoodStill { seconds: still.as_secs_f64(), clocks_too };
+        match clocks_too {
+            // By their own clocks the daemon beside keepers notices it, too.
+            false => self.events.record(kind),
+            true => self.tell_of_host(kind),
+        }
     }
 
     fn keeps_leases(&self) -> bool {

@@ -113,7 +113,7 @@ impl Host {
         let times = (begun, Instant::now());
         let told = self.snapshots.note(|known| known.unswept.note(store, swept, times));
         if let Some(kind) = told {
-            self.events.record(kind);
+            self.tell_of_host(kind);
         }
     }
 

@@ -9,7 +9,7 @@ pub use relay::follow;
 
 use super::control::Control;
 use crate::metrics::KeptPage;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::panic::resume_unwind;
 use std::path::Path;
 use std::sync::Arc;
@@ -119,6 +119,11 @@ fn of_its_own(vm: &VmName, told: VmStatus) -> Result<VmStatus, HostError> {
     Err(HostError::new(ErrorKind::Refused, message))
 }
 
+/// What keepers find wrong with their host, each once: those of a group share one.
+fn problems_of<'a>(kept: impl Iterator<Item = &'a VmStatus>) -> BTreeSet<String> {
+    kept.flat_map(|vm| vm.unconnected().chain(vm.qemu_obstacle.clone())).collect()
+}
+
 /// Waits as long as keepers may take to end; whether it has come true.
 fn comes_true(goal: impl Fn() -> bool) -> bool {
     let deadline = Instant::now() + END_PATIENCE;
@@ -206,6 +211,7 @@ impl Control for Routed {
         // What becomes of a VM whose keeper ends meanwhile the daemon says: it is asked afterwards.
         kept.retain(|vm, _| self.0.keeper_of(vm).is_some());
         let mut status = self.0.status();
+        status.problems.extend(problems_of(kept.values()));
         status.vms.retain(|vm| !kept.contains_key(&vm.name));
         status.vms.extend(kept.into_values());
         status.vms.sort_by(|one, other| one.name.cmp(&other.name));
@@ -393,6 +399,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
     use understudy_protocol::literal;
     use understudy_report::events::EventKind;
+    use understudy_report::{CardReport, Role};
 
     /// Keepers were once asked one after the other: fifteen that hang made a status that nobody
     /// waited for.
@@ -421,6 +428,24 @@ mod tests {
         let expected = keepers.iter().map(|keeper| keeper.vm.clone());
         let expected: Vec<VmName> = expected.filter(|vm| vm.as_str() != "vm1").collect();
         assert_eq!(answers, expected);
+    }
+
+    #[test]
+    fn what_a_group_shares_is_told_once() {
+        let vm = |name: &'static str| VmStatus {
+            qemu_obstacle: Some("QEMU was upgraded".to_owned()),
+            ..VmStatus::new(&literal(name), Role::Primary)
+        };
+        let card = CardReport {
+            mac: "52:54:00:12:34:50".to_owned(),
+            tap: "us-db".to_owned(),
+            bridge: "br0".to_owned(),
+            problem: Some("bridge br0 does not exist".to_owned()),
+        };
+        let db = VmStatus { cards: vec![card], ..vm("db") };
+        let told: Vec<String> = problems_of([&db, &vm("web")].into_iter()).into_iter().collect();
+        let card = "db is not connected, card 52:54:00:12:34:50: bridge br0 does not exist";
+        assert_eq!(told, ["QEMU was upgraded", card]);
     }
 
     /// Serves as the keeper of `web` that speaks of `db` alone; what is returned ends it.

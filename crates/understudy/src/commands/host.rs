@@ -20,6 +20,7 @@ use tokio::task::{JoinError, JoinHandle, spawn_blocking};
 use understudy_client::{Exit, Failure};
 use understudy_daemon::config::HostConfig;
 use understudy_daemon::{ADDRESS_PATIENCE, Host};
+use understudy_protocol::VmName;
 use understudy_report::{ErrorKind, HostError};
 
 /// Time that calls under way may take to be answered once everything has ended.
@@ -68,7 +69,7 @@ async fn serve(
 ) -> Result<(), Failure> {
     // From here on a signal waits until the host can be shut down in order.
     let mut signals = Signals::new().map_err(internal)?;
-    let name = config.name.clone();
+    let (name, file) = (config.name.clone(), config.file.clone());
     let end = time_to_end(config.power_off_timeout);
     let doors = Doors::open(&config, socket).await?;
     let host: Result<Arc<Host>, HostError> =
@@ -93,10 +94,24 @@ async fn serve(
     let signal = signals.next().await;
     alive.abort();
     manager.tell(&[Notice::Stopping(end), Notice::Status(format!("ending after {signal}"))]);
-    tracing::info!(signal, "ending: VMs are handed over or shut down; another signal cuts them");
+    tracing::info!(signal, "{}", ending_words(&host.seen_in_keepers(), &file));
     shut_down(&host, stop, server, &mut signals, goes_on).await?;
     tracing::info!("ended");
     Ok(())
+}
+
+/// What becomes of this host's VMs now, of which these have keepers.
+fn ending_words(kept: &[VmName], file: &Path) -> String {
+    if kept.is_empty() {
+        return "ending: VMs are handed over or shut down; another signal cuts them".to_owned();
+    }
+    let names: Vec<&str> = kept.iter().map(VmName::as_str).collect();
+    format!(
+        "ending: VMs without a keeper are handed over or shut down, and another signal cuts them; {} go on in their \
+         keepers (`understudy end-keepers --config {}` ends them in order)",
+        names.join(", "),
+        file.display()
+    )
 }
 
 /// What the daemon listens on, had before a guest runs: what cannot be had ends nothing then.
@@ -262,4 +277,20 @@ pub(super) fn internal(error: io::Error) -> Failure {
 
 pub(super) fn crashed(error: JoinError) -> Failure {
     Failure::internal(format!("the daemon failed: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use understudy_protocol::literal;
+
+    /// Whoever ended a daemon in a terminal was told that its VMs ended with it, and they ran on.
+    #[test]
+    fn whoever_ends_a_daemon_hears_which_vms_run_on_and_how_they_are_ended() {
+        let words = |kept: &[VmName]| ending_words(kept, Path::new("/etc/host.toml"));
+        assert!(words(&[]).starts_with("ending: VMs are handed over or shut down;"));
+        let told = words(&[literal("db"), literal("web")]);
+        assert!(told.contains("db, web go on in their keepers"), "{told}");
+        assert!(told.contains("`understudy end-keepers --config /etc/host.toml`"), "{told}");
+    }
 }

@@ -10,7 +10,7 @@ use std::fmt::Write;
 use understudy_client::{Client, Exit, Failure, output};
 use understudy_protocol::{GroupName, VmName};
 use understudy_report::upgrade::{
-    KeeperProgram, NextQemu, UpgradeOutcome, UpgradePeer, UpgradePlan, Versions,
+    KeeperProgram, NextQemu, UpgradeOutcome, UpgradePeer, UpgradePlan, UpgradeStep, Versions,
 };
 use understudy_report::{HostStatus, Protection, Role, VmStatus};
 
@@ -150,7 +150,7 @@ fn describe(report: &Report, evacuated: bool) -> String {
     for step in &plan.vms {
         // Writing to a string cannot fail.
         let whom = whom(&step.vm, step.group.as_ref());
-        let _ = writeln!(text, "{}: {}", whom.trim_end_matches(','), outcome(&step.outcome));
+        let _ = writeln!(text, "{}: {}", whom.trim_end_matches(','), outcome(step));
     }
     if plan.vms.is_empty() {
         text += "no VMs\n";
@@ -215,8 +215,8 @@ fn describe_peer(report: &Report, peer: &UpgradePeer) -> String {
     text
 }
 
-fn outcome(outcome: &UpgradeOutcome) -> String {
-    match outcome {
+fn outcome(step: &UpgradeStep) -> String {
+    match &step.outcome {
         UpgradeOutcome::HandedOver { to } => {
             format!("is handed to host {to} first, and loses nothing")
         }
@@ -231,7 +231,7 @@ fn outcome(outcome: &UpgradeOutcome) -> String {
         UpgradeOutcome::LosesBackup { primary } => format!(
             "runs on at host {primary}, which is without this backup until the daemon is back"
         ),
-        UpgradeOutcome::GoesOn { keeper } => goes_on(keeper.as_ref()),
+        UpgradeOutcome::GoesOn { keeper } => goes_on(&step.vm, keeper.as_ref()),
         UpgradeOutcome::Nothing => "is not this host's any more: nothing happens".to_owned(),
         UpgradeOutcome::NeedsPerson { reason, remedy } => {
             format!("NEEDS YOU: {reason}. To do: {remedy}")
@@ -239,15 +239,16 @@ fn outcome(outcome: &UpgradeOutcome) -> String {
     }
 }
 
-fn goes_on(keeper: Option<&KeeperProgram>) -> String {
+fn goes_on(vm: &VmName, keeper: Option<&KeeperProgram>) -> String {
     let text = "goes on in its keeper, which stays of its release".to_owned();
     let Some(keeper) = keeper.filter(|keeper| !keeper.is_daemons) else { return text };
     let version = keeper.version.as_ref().map_or(String::new(), |it| format!(", understudy {it}"));
     let (pid, replaces) =
         (keeper.pid, "`understudy upgrade --keepers` replaces it while the guest runs");
-    let then = match &keeper.obstacle {
-        None => replaces.to_owned(),
-        Some(obstacle) => format!("it cannot be replaced now: {obstacle}"),
+    let then = match (&keeper.backs_up_for, &keeper.obstacle) {
+        (Some(primary), _) => format!("the VM {}", keepers::comes_later(vm, primary)),
+        (None, None) => replaces.to_owned(),
+        (None, Some(obstacle)) => format!("it cannot be replaced now: {obstacle}"),
     };
     format!("{text}: process {pid}{version}, is another program than the daemon; {then}")
 }
@@ -272,7 +273,6 @@ mod tests {
     use super::*;
     use crate::table::tests::host_of;
     use understudy_protocol::literal;
-    use understudy_report::upgrade::UpgradeStep;
 
     fn step(vm: &str, outcome: UpgradeOutcome) -> UpgradeStep {
         UpgradeStep { vm: vm.parse().unwrap(), group: None, outcome }
@@ -371,18 +371,22 @@ mod tests {
 
     #[test]
     fn a_keeper_of_another_program_is_told_with_what_becomes_of_it() {
-        let text = |is_daemons: bool, obstacle: Option<&str>| {
-            let obstacle = obstacle.map(str::to_owned);
-            let version = Some("0.9.0".to_owned());
-            let keeper = Some(KeeperProgram { pid: 7, version, is_daemons, obstacle });
-            let report = report(vec![step("db", UpgradeOutcome::GoesOn { keeper })], (17, 18));
-            assert!(report.is_ready(false));
-            describe(&report, false)
-        };
-        assert!(!text(true, None).contains("process 7"), "{}", text(true, None));
+        let text =
+            |is_daemons: bool, obstacle: Option<&str>, backs_up_for: Option<&'static str>| {
+                let obstacle = obstacle.map(str::to_owned);
+                let version = Some("0.9.0".to_owned());
+                let backs_up_for = backs_up_for.map(literal);
+                let keeper =
+                    Some(KeeperProgram { pid: 7, version, is_daemons, obstacle, backs_up_for });
+                let report = report(vec![step("db", UpgradeOutcome::GoesOn { keeper })], (17, 18));
+                assert!(report.is_ready(false));
+                describe(&report, false)
+            };
+        assert!(!text(true, None, None).contains("process 7"), "{}", text(true, None, None));
         for (text, words) in [
-            (text(false, None), "`understudy upgrade --keepers` replaces it"),
-            (text(false, Some("it is in lockstep")), "cannot be replaced now: it is in lockstep"),
+            (text(false, None, None), "`understudy upgrade --keepers` replaces it"),
+            (text(false, Some("in lockstep"), None), "cannot be replaced now: in lockstep"),
+            (text(false, None, Some("a")), "a new keeper here when that on host a is replaced"),
         ] {
             assert!(text.contains("process 7, understudy 0.9.0, is another program"), "{text}");
             assert!(text.contains(words), "{text}");

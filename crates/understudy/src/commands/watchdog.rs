@@ -98,6 +98,6 @@ fn prove(host: &Host, socket: &Path) -> io::Result<Pulse> {
 }
 
 fn describe(pulse: Pulse) -> String {
-    let Pulse { running, backed_up } = pulse;
-    format!("VMs that run here: {running}; that are backed up here: {backed_up}")
+    let Pulse { running, backed_up, kept } = pulse;
+    format!("VMs in the daemon: {running} run, {backed_up} are backed up; in keepers: {kept}")
 }

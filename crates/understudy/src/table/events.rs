@@ -58,6 +58,7 @@ mod tests {
             severity: kind.severity(),
             text: kind.to_string(),
             kind,
+            told_by: None,
         };
         let line = "2026-11-18 11:06:40.012Z  db: ERROR not protected any more: b is silent\n";
         assert_eq!(events(&[event]), line);

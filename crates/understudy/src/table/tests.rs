@@ -69,6 +69,7 @@ pub fn example(protection: Protection) -> VmStatus {
         held_console_bytes: Some(9),
         display_not_held: true,
         disk_error: Some("an error on disk0: full".into()),
+        qemu_obstacle: None,
         lease_over: None,
         qemu_pid: Some(4242),
         limits: Some(LimitsReport {

@@ -181,7 +181,15 @@ mod tests {
 
     fn event(kind: EventKind) -> Event {
         let (severity, text) = (kind.severity(), kind.to_string());
-        Event { number: 1, at_ms: NOW, vm: Some(literal("db")), severity, kind, text }
+        Event {
+            number: 1,
+            at_ms: NOW,
+            vm: Some(literal("db")),
+            severity,
+            kind,
+            text,
+            told_by: None,
+        }
     }
 
     #[test]

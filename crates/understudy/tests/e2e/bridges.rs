@@ -1,10 +1,12 @@
 //! Bridges that go, and are made anew, under a VM that runs and under its backup.
 
+use crate::keepers::in_keepers;
+use crate::metrics::{ADDRESS, await_host};
 use crate::refusals::{definition, quick, write};
 use crate::stage::{LIMIT, play, protect, protection};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
-use understudy_lab::{Scene, wait_for};
+use understudy_lab::{Scene, SceneOptions, wait_for};
 
 fn ip(scene: &Scene, host: &str, arguments: &str) -> Result<()> {
     let mut command = scene.lab().host(host)?.command("ip");
@@ -51,7 +53,20 @@ fn taps_that_are_removed(scene: &Scene) -> Result<()> {
 /// Its tap was on no bridge from then on, nobody noticed, and a take-over led to where nothing was heard.
 #[test]
 fn a_bridge_that_is_made_anew_has_its_ports_again() {
-    play(quick(), |scene| {
+    play_anew(quick());
+}
+
+/// What a keeper found wrong with its host stayed with the keeper: neither `status` nor an alert told of it.
+#[test]
+fn a_bridge_that_is_made_anew_under_a_vm_with_a_keeper_has_its_ports_again() {
+    play_anew(in_keepers(quick()));
+}
+
+fn play_anew(mut options: SceneOptions) {
+    for daemon in options.daemons.values_mut() {
+        daemon.settings += &format!("[metrics]\nlisten = \"{ADDRESS}\"\n");
+    }
+    play(options, |scene| {
         for host in ["a", "b"] {
             make_bridge(scene, host)?;
         }
@@ -73,11 +88,13 @@ fn a_bridge_that_is_made_anew_has_its_ports_again() {
         })?;
         let told = scene.host("a")?.call(["status"])?;
         ensure!(told.contains("WRONG: extra is not connected"), "{told}");
+        await_host(scene, "a", "host_problems{host=\"a\"} 1.0")?;
         make_bridge(scene, "a")?;
         await_status(scene, "the card to be on its bridge", |status| {
             status["cards"][0]["problem"].is_null()
                 && status["events"].to_string().contains("which was made anew")
         })?;
+        await_host(scene, "a", "host_problems{host=\"a\"} 0.0")?;
         taps_that_are_removed(scene)?;
         scene.host("a")?.call(["vm", "stop", "extra", "--force"])?;
         for host in ["a", "b"] {

@@ -1,8 +1,9 @@
 //! Tests of what the hosts tell of a fail-over: by `understudy events`, as a stream, and to a
 //! receiver of the operator's.
 
+use crate::keepers::in_keepers;
 use crate::refusals::quick;
-use crate::stage::{Calm, LIMIT, options, play, protection};
+use crate::stage::{Calm, LIMIT, options, play, protection, restart_daemon};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -56,6 +57,34 @@ fn a_fail_over_is_told_event_by_event() {
         ensure!(shown.contains("NOT PROTECTED"), "{shown:?}");
         ensure!(shown.ends_with("\x1b[?1049l"), "the terminal is left as it was not: {shown:?}");
         Ok(())
+    });
+}
+
+/// Each daemon told its receiver all that keepers remember once more, under new numbers.
+#[test]
+fn what_a_keeper_remembers_is_posted_once_however_often_its_daemon_is_restarted() {
+    let mut options = in_keepers(quick());
+    let b = options.daemons.get_mut("b").expect("the laboratory has a host b");
+    b.settings += &format!("[webhook]\nurl = \"http://{HOOK}/understudy\"\n");
+    play(options, |scene| {
+        let posted = receive_posts(scene)?;
+        scene.start_guest("b")?;
+        await_kind(scene, "b", "started")?;
+        let marks = scene.host("b")?.directory().join("state/webhook.posted");
+        wait_for("what was posted to be noted", LIMIT, || Ok(marks.exists().then_some(())))?;
+        for _ in 0..2 {
+            restart_daemon(scene, "b")?;
+            await_kind(scene, "b", "started")?;
+        }
+        scene.protect("b", "a")?;
+        let mut kinds = Vec::new();
+        while !kinds.contains(&"synchronising".to_owned()) {
+            let post = posted.recv_timeout(LIMIT).context("the protection was not posted")?;
+            kinds.push(post["kind"].as_str().context("no kind")?.to_owned());
+        }
+        let times = kinds.iter().filter(|kind| *kind == "started").count();
+        ensure!(times == 1, "it was posted {times} times: {kinds:?}");
+        scene.host("b")?.call(["vm", "stop", VM, "--force"]).map(drop)
     });
 }
 

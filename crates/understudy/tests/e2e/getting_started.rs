@@ -257,6 +257,9 @@ fn under_systemd_a_vm_with_keepers_outlives_restarts_kills_and_upgrades_of_the_s
         let now = [kept(&site.a)?, kept(&site.b)?];
         ensure!(now == before, "after {blow}: {before:?} became {now:?}");
     }
+    // It was refused: a backup's keeper comes with its VM's.
+    let said = site.b.call("understudy upgrade --keepers")?;
+    ensure!(said.contains("gets a new keeper here when that on host host-a"), "{said}");
     let events = site.a.call("understudy events --json")?;
     ensure!(!events.contains("protection-lost"), "protection was lost: {events}");
     end_in_order(&site, before[0].0, client)?;
@@ -320,7 +323,7 @@ fn check_unit(site: &Site) -> Result<()> {
     wait_for("the unit to have a status", LIMIT, || {
         let shown = site.a.call("systemctl show understudy -p Type -p NRestarts -p StatusText")?;
         ensure!(shown.contains("NRestarts=0"), "{shown}");
-        Ok(shown.contains("that run here: ").then_some(()))
+        Ok(shown.contains("in keepers: 1").then_some(()))
     })?;
     // However often it fails, it is started again: its VMs wait for it.
     let limit = site.a.call("systemctl show understudy -P StartLimitIntervalUSec")?;

@@ -127,7 +127,8 @@ struct Held {
 /// The daemon of a host, and its keepers.
 fn daemons(host: &HostProcess) -> Result<Vec<u32>> {
     let is_keeper = |pid: &u32| {
-        fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name == "understudy-keep\n")
+        fs::read_to_string(format!("/proc/{pid}/comm"))
+            .is_ok_and(|name| name == "understudy-keep\n")
     };
     let keepers = host.namespace().processes()?.into_iter().filter(is_keeper);
     Ok(std::iter::once(host.pid()).chain(keepers).collect())
@@ -241,7 +242,10 @@ fn check_costs(scene: &Scene, vms: usize, most_mib: f64) -> Result<()> {
             (now.switches - before.switches) as f64 / span / vms as f64,
         );
         let held = mib(now.daemon_pss);
-        ensure!(held <= most_mib, "host {host}'s daemon and keepers hold {held:.1} MiB for each VM");
+        ensure!(
+            held <= most_mib,
+            "host {host}'s daemon and keepers hold {held:.1} MiB for each VM"
+        );
     }
     Ok(())
 }

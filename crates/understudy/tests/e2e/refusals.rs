@@ -3,7 +3,7 @@
 use crate::peer::{self, MadeUpPeer, message};
 use crate::stage::{
     Calm, LIMIT, await_forgotten, daemon, daemon_with_peers, options, play, protection, refusal,
-    run, vms,
+    restart_daemon, run, vms,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
@@ -293,6 +293,35 @@ fn a_qemu_that_was_upgraded_underneath_is_not_started() {
         let told = scene.host("a")?.call(["status"])?;
         ensure!(!told.contains("WRONG"), "{told}");
         scene.host("a")?.call(["vm", "start", &path.to_string_lossy()]).map(drop)
+    });
+}
+
+/// Once its daemon was restarted nobody said that a keeper which began before starts nothing any more.
+#[test]
+fn a_keeper_that_began_before_qemu_was_upgraded_is_told_of_until_it_is_replaced() {
+    let place = open_directory();
+    let (program, installed) = (place.path().join("qemu-system-x86_64"), find_qemu().unwrap());
+    std::os::unix::fs::symlink(&installed, &program).unwrap();
+    let mut options = quick();
+    let daemon = daemon().calm();
+    let settings = format!("qemu = {program:?}\nkeepers = true\n{}", daemon.settings);
+    options.daemons.insert("a".to_owned(), HostOptions { settings, ..daemon });
+    play(options, |scene| {
+        scene.start_guest("a")?;
+        fs::remove_file(&program)?;
+        fs::copy(&installed, &program)?;
+        restart_daemon(scene, "a")?;
+        let is_told = |scene: &Scene| -> Result<bool> {
+            let told = scene.host("a")?.call(["status"])?;
+            let remedy = format!("the keeper of {VM} began before: `understudy upgrade --keepers");
+            Ok(told.contains("WRONG: QEMU was upgraded") && told.contains(&remedy))
+        };
+        wait_for("host a to tell of the keeper", LIMIT, || Ok(is_told(scene)?.then_some(())))?;
+        scene.host("a")?.call(["upgrade", "--keepers", VM])?;
+        wait_for("host a to tell of it no more", LIMIT, || {
+            let answers = scene.host("a")?.known(VM)?.is_some_and(|it| it["live"] == true);
+            Ok((answers && !is_told(scene)?).then_some(()))
+        })
     });
 }
 

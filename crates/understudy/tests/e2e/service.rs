@@ -1,6 +1,7 @@
 //! Tests of what a service manager is told: when a daemon is ready, that it lives, and that it
 //! ends.
 
+use crate::keepers::in_keepers;
 use crate::refusals::{definition, log_of, quick, write};
 use crate::sick_hosts::await_unfit;
 use crate::stage::{LIMIT, play, run};
@@ -9,6 +10,7 @@ use std::cell::RefCell;
 use std::fs;
 use std::os::unix::net::UnixDatagram;
 use std::time::Duration;
+use understudy_lab::scene::VM;
 use understudy_lab::{HostOptions, SceneOptions, wait_for};
 
 /// The longest silence that it takes for life.
@@ -62,9 +64,9 @@ fn a_service_manager_hears_of_start_life_and_end() {
     let (manager, options) = Manager::of(quick()).unwrap();
     play(options, |scene| {
         manager.await_line("READY=1", 1)?;
-        manager.await_line("STATUS=VMs that run here: 0; that are backed up here: 0", 1)?;
+        manager.await_line("STATUS=VMs in the daemon: 0 run, 0 are backed up; in keepers: 0", 1)?;
         scene.start_guest("a")?;
-        manager.await_line("STATUS=VMs that run here: 1; that are backed up here: 0", 1)?;
+        manager.await_line("STATUS=VMs in the daemon: 1 run, 0 are backed up; in keepers: 0", 1)?;
         manager.await_line("WATCHDOG=1", 3)?;
         scene.host_mut("a")?.terminate()?;
         manager.await_line("STOPPING=1", 1)?;
@@ -72,6 +74,24 @@ fn a_service_manager_hears_of_start_life_and_end() {
         manager.await_line("EXTEND_TIMEOUT_USEC=120000000", 1)?;
         ensure!(manager.count("READY=1") == 1, "{:?}", manager.heard.borrow());
         Ok(())
+    });
+}
+
+/// It was told of none, and the log that all of them end with the daemon.
+#[test]
+fn a_service_manager_hears_of_vms_in_keepers_from_the_next_daemon_too() {
+    let (manager, options) = Manager::of(in_keepers(quick())).unwrap();
+    play(options, |scene| {
+        scene.start_guest("a")?;
+        let told = "STATUS=VMs in the daemon: 0 run, 0 are backed up; in keepers: 1";
+        manager.await_line(told, 1)?;
+        scene.host_mut("a")?.terminate()?;
+        let words = format!("{VM} go on in their keepers (`understudy end-keepers --config ");
+        ensure!(log_of(scene, "a")?.contains(&words), "not {words:?}");
+        let before = manager.count(told);
+        scene.revive("a")?;
+        manager.await_line(told, before + 1)?;
+        scene.host("a")?.call(["vm", "stop", VM, "--force"]).map(drop)
     });
 }
 

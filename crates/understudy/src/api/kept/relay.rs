@@ -94,7 +94,7 @@ fn relay(host: &Weak<Host>, keeper: &Keeper, word: &Word) {
                 pace.step();
                 for event in of_vm {
                     pace.step();
-                    events.relay(event);
+                    events.relay(event, keeper.pid);
                 }
             }
             Err(_) if is_there => {
