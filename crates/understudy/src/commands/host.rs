@@ -107,8 +107,8 @@ fn ending_words(kept: &[VmName], file: &Path) -> String {
     }
     let names: Vec<&str> = kept.iter().map(VmName::as_str).collect();
     format!(
-        "ending: VMs without a keeper are handed over or shut down, and another signal cuts them; {} go on in their \
-         keepers (`understudy end-keepers --config {}` ends them in order)",
+        "ending: VMs without a keeper are handed over or shut down, and another signal cuts them; those in keepers go \
+         on: {} (`understudy end-keepers --config {}` ends them in order)",
         names.join(", "),
         file.display()
     )
@@ -290,7 +290,7 @@ mod tests {
         let words = |kept: &[VmName]| ending_words(kept, Path::new("/etc/host.toml"));
         assert!(words(&[]).starts_with("ending: VMs are handed over or shut down;"));
         let told = words(&[literal("db"), literal("web")]);
-        assert!(told.contains("db, web go on in their keepers"), "{told}");
+        assert!(told.contains("those in keepers go on: db, web ("), "{told}");
         assert!(told.contains("`understudy end-keepers --config /etc/host.toml`"), "{told}");
     }
 }

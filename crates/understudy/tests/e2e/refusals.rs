@@ -321,7 +321,9 @@ fn a_keeper_that_began_before_qemu_was_upgraded_is_told_of_until_it_is_replaced(
         wait_for("host a to tell of it no more", LIMIT, || {
             let answers = scene.host("a")?.known(VM)?.is_some_and(|it| it["live"] == true);
             Ok((answers && !is_told(scene)?).then_some(()))
-        })
+        })?;
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "a")
     });
 }
 

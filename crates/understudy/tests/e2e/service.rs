@@ -86,7 +86,7 @@ fn a_service_manager_hears_of_vms_in_keepers_from_the_next_daemon_too() {
         let told = "STATUS=VMs in the daemon: 0 run, 0 are backed up; in keepers: 1";
         manager.await_line(told, 1)?;
         scene.host_mut("a")?.terminate()?;
-        let words = format!("{VM} go on in their keepers (`understudy end-keepers --config ");
+        let words = format!("go on: {VM} (`understudy end-keepers --config ");
         ensure!(log_of(scene, "a")?.contains(&words), "not {words:?}");
         let before = manager.count(told);
         scene.revive("a")?;
