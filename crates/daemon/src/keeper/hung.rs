@@ -32,11 +32,24 @@ fn process_to_end(vm: &VmName, pid: Option<u32>, others: &[VmName]) -> Result<u3
     )))
 }
 
-/// The host that has a VM which this one has given up, by the arbiter's word.
-fn taken_by(word: ArbiterWord, here: &HostName) -> Option<HostName> {
+/// Words on who may have a VM that has ended here, by the arbiter's word; none if nobody has, nor can take it over.
+fn left_to(
+    word: &ArbiterWord,
+    here: &HostName,
+    backup: Option<&HostName>,
+    vm: &VmName,
+) -> Option<String> {
     match word {
-        ArbiterWord::Says(Some(Ownership { host: Some(host), .. })) if host != *here => Some(host),
-        ArbiterWord::Says(_) | ArbiterWord::Silent => None,
+        ArbiterWord::Says(Some(Ownership { host: Some(host), .. })) if host != here => Some(format!(
+            "host {host} has taken it over: `understudy vm stop {vm}` there ends it"
+        )),
+        ArbiterWord::Says(_) => None,
+        ArbiterWord::Silent => backup.map(|host| {
+            format!(
+                "the arbiter does not answer, so that host {host} may take it over: `understudy status {vm}` there says \
+                 whether it has"
+            )
+        }),
     }
 }
 
@@ -103,11 +116,11 @@ impl Host {
         let Some(generation) = self.put_end_on_record(vm, pid)? else { return Ok(()) };
         // Not before it is on record, and only what is this host's: its backup may have been quicker.
         self.release_own(vm, generation);
-        match taken_by(self.ask_arbiter(vm).0, &self.config.name) {
+        let backup = self.record(vm)?.and_then(|record| record.peer);
+        match left_to(&self.ask_arbiter(vm).0, &self.config.name, backup.as_ref(), vm) {
             None => Ok(()),
-            Some(host) => Err(conflict(format!(
-                "the copy of {vm} on this host is ended, with its keeper (process {pid}), and host {host} has taken it \
-                 over: `understudy vm stop {vm}` there ends it"
+            Some(words) => Err(conflict(format!(
+                "the copy of {vm} on this host is ended, with its keeper (process {pid}), and {words}"
             ))),
         }
     }
@@ -156,16 +169,22 @@ mod tests {
     }
 
     #[test]
-    fn who_has_a_vm_that_was_given_up_here_is_told() {
+    fn who_may_have_a_vm_that_was_given_up_here_is_told() {
         let says = |host: Option<&'static str>| {
             let host = host.map(literal);
             ArbiterWord::Says(Some(Ownership { host, generation: Generation(2) }))
         };
-        let here = literal("a");
-        assert_eq!(taken_by(says(Some("b")), &here), Some(literal("b")));
-        for nobody in [says(None), says(Some("a")), ArbiterWord::Says(None), ArbiterWord::Silent] {
-            assert_eq!(taken_by(nobody, &here), None);
+        let (here, backup, db): (HostName, HostName, VmName) =
+            (literal("a"), literal("b"), literal("db"));
+        let words = |word| left_to(&word, &here, Some(&backup), &db);
+        assert!(words(says(Some("b"))).is_some_and(|it| it.contains("host b has taken it over")));
+        assert!(
+            words(ArbiterWord::Silent).is_some_and(|it| it.contains("host b may take it over"))
+        );
+        for nobody in [says(None), says(Some("a")), ArbiterWord::Says(None)] {
+            assert_eq!(words(nobody), None);
         }
+        assert_eq!(left_to(&ArbiterWord::Silent, &here, None, &db), None, "no other host had it");
     }
 
     #[test]

@@ -5,25 +5,30 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
-use understudy_client::Client;
+use understudy_client::{Client, Failure, FailureKind};
 use understudy_daemon::keeper::Keeper;
 use understudy_protocol::VmName;
-use understudy_report::{ErrorKind, HostError};
+use understudy_report::HostError;
 
 /// Time for a keeper to cut its VM, which may wait for its backup and for the arbiter, before it is ended itself.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// Pause before one that takes no connection is asked again.
 const PAUSE: Duration = Duration::from_millis(250);
 
+/// Whether a keeper has said nothing. One that refuses, since the arbiter is away, lives, and so does its guest.
+fn is_no_answer(failure: &Failure) -> bool {
+    matches!(failure.kind, FailureKind::DaemonUnreachable | FailureKind::DaemonSilent)
+}
+
 impl Routed {
     /// Has a VM end here at once, and its keeper with it if that does not answer.
     pub(super) fn cut(&self, vm: &VmName) -> Result<(), HostError> {
         let Some(keeper) = self.0.keeper_of(vm) else { return self.0.vm_stop(vm, true) };
         match self.ask_for_end(&keeper, keeper.reachable()?) {
-            Err(error) if error.kind == ErrorKind::Unreachable && self.is_still_there(&keeper) => {
+            Err(failure) if is_no_answer(&failure) && self.is_still_there(&keeper) => {
                 self.0.end_hung_keeper(&keeper)
             }
-            Err(error) => Err(error),
+            Err(failure) => understood(vm, Err(failure)),
             Ok(()) => {
                 self.await_end(&keeper);
                 Ok(())
@@ -32,17 +37,15 @@ impl Routed {
     }
 
     /// Asks a keeper until it answers or is gone, for as long as it may take.
-    fn ask_for_end(&self, keeper: &Keeper, socket: &Path) -> Result<(), HostError> {
-        let (vm, deadline) = (&keeper.vm, Instant::now() + PATIENCE);
+    fn ask_for_end(&self, keeper: &Keeper, socket: &Path) -> Result<(), Failure> {
+        let deadline = Instant::now() + PATIENCE;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             let client = Client::new(socket).map(|client| client.bounded(left));
-            match understood(vm, client.and_then(|client| client.vm_stop(vm, true))) {
+            match client.and_then(|client| client.vm_stop(&keeper.vm, true)) {
                 // One that hangs for long has no room for more connections, and says so at once.
-                Err(error)
-                    if error.kind == ErrorKind::Unreachable
-                        && !left.is_zero()
-                        && self.is_still_there(keeper) =>
+                Err(failure)
+                    if is_no_answer(&failure) && !left.is_zero() && self.is_still_there(keeper) =>
                 {
                     thread::sleep(PAUSE)
                 }
@@ -61,5 +64,21 @@ impl Routed {
         // Its last words may be half written.
         let is_it = |now: Keeper| now.pid.is_none() || now.pid == keeper.pid;
         self.0.keeper_of(&keeper.vm).is_some_and(is_it)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use understudy_report::ErrorKind;
+
+    #[test]
+    fn a_keeper_that_refuses_is_none_that_does_not_answer() {
+        for silent in [FailureKind::DaemonUnreachable, FailureKind::DaemonSilent] {
+            assert!(is_no_answer(&Failure::new(silent, "")));
+        }
+        for kind in [ErrorKind::Unreachable, ErrorKind::Conflict, ErrorKind::Internal] {
+            assert!(!is_no_answer(&Failure::new(FailureKind::Host(kind), "")), "{kind:?}");
+        }
     }
 }
