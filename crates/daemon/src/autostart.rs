@@ -121,7 +121,10 @@ pub(crate) fn start(host: &Arc<Host>, records: Vec<Record>) -> std::io::Result<(
 /// been to it. Not one that has just done so: it may be what kills its keeper.
 pub(crate) fn again(host: &Arc<Host>, vm: &VmName) {
     let record = host.record(vm).ok().flatten();
-    if host.is_awaited(vm) || !record.is_some_and(|record| comes_up(&record)) {
+    if host.is_going_down()
+        || host.is_awaited(vm)
+        || !record.is_some_and(|record| comes_up(&record))
+    {
         return;
     }
     let now = Instant::now();
@@ -259,7 +262,7 @@ impl Host {
     fn want_protected(self: &Arc<Self>, vm: &VmName, wish: Option<Wish>) {
         let (Some(wish), Ok(primary)) = (wish, self.primary(vm)) else { return };
         let remedy = wish.command(vm);
-        self.degraded(&primary, "it came up with its host".to_owned(), &remedy);
+        self.degraded(&primary, "it came up by itself".to_owned(), &remedy);
     }
 
     fn wait_to_start(&self, vm: &VmName, reason: &str) {

@@ -118,7 +118,7 @@ pub(crate) fn start(host: &Arc<Host>, panics: Receiver<Panic>) -> io::Result<()>
 fn run(host: &Weak<Host>, panics: &Receiver<Panic>) {
     for Panic { vm, words } in panics {
         let Some(host) = host.upgrade() else { return };
-        let reason = format!("a thread of it panicked on host {}: {words}", host.config.name);
+        let reason = format!("a thread of {vm} panicked on host {}: {words}", host.config.name);
         error!(%vm, "{reason}; it ends here, and nothing else does");
         // On a thread of its own: a peer that does not listen holds up no other VM's end.
         let ending = (host.clone(), vm.clone(), reason.clone());

@@ -70,7 +70,8 @@ pub fn watch(host: &Arc<Host>) {
 fn run(host: &Weak<Host>) {
     let mut seen = None;
     while let Some(host) = host.upgrade() {
-        if is_news(&mut seen, &host.config.file) {
+        // An error may be one of what the file names, which is mended elsewhere.
+        if is_news(&mut seen, &host.config.file) || host.problem_of_peers().is_some() {
             look(&host);
         }
         drop(host);

@@ -5,6 +5,7 @@ mod inquiry;
 
 use crate::admission::LOST;
 use crate::boot::Past;
+use crate::bounded;
 use crate::host::Host;
 use crate::lease::Awaited;
 use crate::repair::Wish;
@@ -14,6 +15,7 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::thread;
+use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_machine::tpm::{TpmStateAt, has_tpm_state};
 use understudy_protocol::validity::{ArbiterWord, Finding, ImageRole, judge};
@@ -338,6 +340,18 @@ impl Host {
     pub(crate) fn ask_one(&self, host: &HostName, vm: &VmName) -> Option<ImagesAnswer> {
         let addresses = self.known_hosts().remove(host)?;
         self.ask(host, &addresses, vm).ok()
+    }
+
+    /// What the arbiter says, if it does so within this time.
+    pub(crate) fn ask_arbiter_within(&self, time: Duration, vm: &VmName) -> ArbiterWord {
+        let Some(arbiter) = self.arbiter.clone() else { return ArbiterWord::Silent };
+        let asked = vm.clone();
+        let ask = move || {
+            fail::fail_point!("ask-member");
+            arbiter.current(&asked).ok()
+        };
+        let found = bounded::by(Instant::now() + time, format!("ask-{vm}"), ask);
+        found.ok().flatten().flatten().map_or(ArbiterWord::Silent, ArbiterWord::Says)
     }
 
     pub(crate) fn ask_arbiter(&self, name: &VmName) -> (ArbiterWord, String) {

@@ -6,6 +6,7 @@
 use super::{Keeper, conflict, ending};
 use crate::arrivals::Arrival;
 use crate::host::{Host, internal};
+use crate::lifecycle::RELEASED_WITHIN;
 use std::fs;
 use std::os::fd::{AsFd, OwnedFd};
 use tracing::warn;
@@ -27,7 +28,7 @@ fn process_to_end(vm: &VmName, pid: Option<u32>, others: &[VmName]) -> Result<u3
     }
     Err(conflict(format!(
         "the keeper of {vm} does not answer, and it has {}, too: nothing of them was ended; `kill -9 {pid}` ends all of \
-         them as by a power cut, and protected ones go on at their backups",
+         them as by a power cut: protected ones go on at their backups, and those with `autostart` come up again",
         others.join(", ")
     )))
 }
@@ -70,26 +71,35 @@ fn children_of(pid: u32) -> Vec<(u32, OwnedFd)> {
 }
 
 impl Host {
-    /// Ends a keeper that does not answer, and the guest with it: both are gone when this returns, and that is on record.
-    /// An error if it has other VMs, too, or if another host has the VM then.
+    /// Ends a keeper that does not answer, and the guest with it, which has neither disks nor network any more when this
+    /// returns; that is on record. An error if it has other VMs, too, or if another host has the VM then.
     pub fn end_hung_keeper(&self, keeper: &Keeper) -> Result<(), HostError> {
         let vm = &keeper.vm;
         keeper.reachable()?;
+        let pid = process_to_end(vm, keeper.pid, &self.others_in(keeper))?;
         // Nobody starts it meanwhile, and nobody takes its end for a failure.
         let _place = self.expect_its_end(keeper)?;
-        let pid = process_to_end(vm, keeper.pid, &self.others_in(keeper))?;
         let found = ending::keeper_of(&vm.below(&self.config.state_dir)).map_err(internal)?;
         let Some((_, process)) = found.filter(|(found, _)| found.pid == pid) else {
             let message =
                 format!("the keeper of {vm} has ended meanwhile: see `understudy status {vm}`");
             return Err(conflict(message));
         };
+        self.note_its_end(vm)?;
         let children = children_of(pid);
         warn!(%vm, "its keeper (process {pid}) does not answer, and is ended: its operator ends the VM");
         kill(process.as_fd());
         // QEMU ends by itself with the last copy of its agent's socket.
         children.iter().for_each(|(_, child)| kill(child.as_fd()));
         self.note_ended_with(vm, pid)
+    }
+
+    /// Notes that a VM is to end: whatever fails from here on, nobody has it come up again.
+    fn note_its_end(&self, vm: &VmName) -> Result<(), HostError> {
+        if self.record(vm)?.is_none_or(|record| record.image.ran_at().is_none()) {
+            return Ok(());
+        }
+        self.records.change(vm, |record| record.wanted = false).map_err(internal)
     }
 
     /// The other VMs that a keeper has.
@@ -116,8 +126,9 @@ impl Host {
         let Some(generation) = self.put_end_on_record(vm, pid)? else { return Ok(()) };
         // Not before it is on record, and only what is this host's: its backup may have been quicker.
         self.release_own(vm, generation);
-        let backup = self.record(vm)?.and_then(|record| record.peer);
-        match left_to(&self.ask_arbiter(vm).0, &self.config.name, backup.as_ref(), vm) {
+        let backup = self.record(vm)?.filter(|it| it.wish.is_some()).and_then(|it| it.peer);
+        let word = self.ask_arbiter_within(RELEASED_WITHIN, vm);
+        match left_to(&word, &self.config.name, backup.as_ref(), vm) {
             None => Ok(()),
             Some(words) => Err(conflict(format!(
                 "the copy of {vm} on this host is ended, with its keeper (process {pid}), and {words}"
@@ -141,7 +152,6 @@ impl Host {
             if record.image.role == ImageRole::Active {
                 record.image.role = ImageRole::Cut;
             }
-            record.wanted = false;
         });
         noted.map_err(internal)?;
         self.clear_up_after_last(vm);

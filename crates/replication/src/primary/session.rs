@@ -321,7 +321,8 @@ impl Session {
 
     /// Ends all connections to the backup.
     pub(super) fn hang_up(&self) {
-        if let Some(console) = &self.console {
+        // What goes on, from a first copy, is heard as it was before: shut is for good.
+        if let Some(console) = self.console.as_ref().filter(|_| self.machine().is_halted()) {
             console.shut();
         }
         self.end_mirroring();

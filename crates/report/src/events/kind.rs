@@ -30,7 +30,7 @@ pub enum Severity {
 pub enum EventKind {
     /// The VM was started on this host.
     Started,
-    /// The VM came up with its host.
+    /// The VM came up with its host, or after its keeper was killed.
     CameUp,
     /// The VM is to come up with its host, and does not yet.
     StartAwaited {
@@ -349,7 +349,7 @@ impl fmt::Display for EventKind {
         use EventKind::*;
         match self {
             Started => write!(f, "started"),
-            CameUp => write!(f, "came up with its host"),
+            CameUp => write!(f, "came up by itself"),
             StartAwaited { reason } => write!(f, "does not come up with its host yet: {reason}"),
             Stopped { cut: false } => write!(f, "stopped"),
             Stopped { cut: true } => write!(f, "its power was cut"),

@@ -87,7 +87,7 @@ pub(crate) fn await_coming_up(scene: &Scene, host: &str) -> Result<()> {
     // It is told a moment after the guest has begun to run.
     wait_for("that to be told", LIMIT, || {
         let events = scene.host(host)?.call(["events", "--vm", VM])?;
-        Ok(events.contains("came up with its host").then_some(()))
+        Ok(events.contains("came up by itself").then_some(()))
     })?;
     ensure!(awaited(scene, host)?.is_none(), "host {host} waits for what has come up");
     Ok(())

@@ -2,6 +2,7 @@
 //! another VM stays protected, and the daemon lives.
 
 use crate::group::{self, play_group_with};
+use crate::planned::console;
 use crate::stage::{
     Calm, LIMIT, PACE, alone, await_degraded, await_service, daemon, has_backup, options, play,
     protection, prove_survival, repairing_daemon,
@@ -100,7 +101,7 @@ impl Bystanders {
 /// `understudy status` of a host says what happened, with the exit code of lost protection. Its own
 /// threads may have noticed the end first, without knowing why: that is soon replaced.
 fn says_what_happened(scene: &Scene, host: &str, role: &str) -> Result<()> {
-    let words = format!("a thread of it panicked on host {host}: a test strikes {role}");
+    let words = format!("a thread of {VM} panicked on host {host}: a test strikes {role}");
     wait_for(&format!("`{words}` in the status"), LIMIT, || {
         let status = scene.status(host)?;
         let reason = status["protection"]["reason"].as_str().unwrap_or_default();
@@ -187,7 +188,7 @@ fn a_panic_in_a_members_thread_moves_its_group() {
 /// Regression: nobody else had the other one yet, and it ended, too.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
-fn a_panic_in_a_members_first_copy_takes_the_other_not_along() {
+fn a_panic_in_a_members_first_copy_does_not_take_the_other_along() {
     play(struck_options("first-copy"), |scene| {
         let companion = Companion::new(scene)?;
         scene.start_guest("a")?;
@@ -199,7 +200,8 @@ fn a_panic_in_a_members_first_copy_takes_the_other_not_along() {
         let daemons = daemons(scene)?;
         scene.lab().limit_speed("b", 8)?;
         let a = scene.host("a")?;
-        a.call(["protect", VM, COMPANION, "--group", "pair", "--to", "b", "--no-wait"])?;
+        let group = ["--group", "pair", "--to", "b", "--hold-console", "--no-wait"];
+        a.call(["protect", VM, COMPANION].into_iter().chain(group))?;
         let status = a.status(VM)?;
         ensure!(protection(&status).0 == "syncing", "too fast to panic meanwhile: {status}");
         strike("first-copy", "a", "send")?;
@@ -210,6 +212,10 @@ fn a_panic_in_a_members_first_copy_takes_the_other_not_along() {
             Ok(alone(&status).is_some().then_some(()))
         })?;
         await_service(&client)?;
+        wait_for("the companion to be heard on its console", LIMIT, || {
+            let said = console(scene, "a", COMPANION, "echo one-$((40 + 1))")?;
+            Ok(said.contains("one-41").then_some(()))
+        })?;
         are_the_same(scene, daemons)
     });
 }

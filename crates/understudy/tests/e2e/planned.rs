@@ -200,16 +200,16 @@ fn the_console_follows_the_guest() {
 /// The command waits a moment for an answer, which a busy machine's guest may miss.
 fn await_answer(scene: &Scene, host: &str, line: &str, answer: &str) -> Result<()> {
     wait_for(&format!("{answer:?} on host {host}"), LIMIT, || {
-        Ok(console(scene, host, line)?.contains(answer).then_some(()))
+        Ok(console(scene, host, VM, line)?.contains(answer).then_some(()))
     })
 }
 
 /// The output of `vm console` when a line is piped into it.
-fn console(scene: &Scene, host: &str, line: &str) -> Result<String> {
+pub fn console(scene: &Scene, host: &str, vm: &str, line: &str) -> Result<String> {
     let mut command = Command::new(env!("CARGO_BIN_EXE_understudy"))
         .arg("--socket")
         .arg(scene.host(host)?.socket())
-        .args(["vm", "console", VM])
+        .args(["vm", "console", vm])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())

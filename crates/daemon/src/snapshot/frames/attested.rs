@@ -1,9 +1,9 @@
 //! The arbiter's word on a host that says that it runs a member which is known to run elsewhere. Any known host can say
 //! so; believed, it would have what is sent to that member, and the member would be cut off.
 
-use crate::bounded;
 use crate::host::Host;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+use understudy_protocol::validity::ArbiterWord;
 use understudy_protocol::{Generation, HostName, Ownership, VmName};
 
 /// Time for the arbiter to answer.
@@ -27,24 +27,20 @@ impl Word {
     /// is asked again as that one is.
     pub fn of(host: &Host) -> impl Fn(&VmName, &HostName, Generation) -> Word + '_ {
         move |vm, claimant, generation| {
-            let Some(arbiter) = host.arbiter.clone() else { return Word::Nobody };
-            // Known to be silent: a thread more would but hang with the others.
+            if host.arbiter.is_none() {
+                return Word::Nobody;
+            }
+            // Known to be silent: one more thread would only hang with the others.
             if host.vms.look(|all| all.findings.arbiter.is_some()) {
                 return Word::Silent;
             }
-            let asked = vm.clone();
-            let ask = move || {
-                fail::fail_point!("ask-member");
-                arbiter.current(&asked).ok()
-            };
-            let found = bounded::by(Instant::now() + PATIENCE, format!("ask-{vm}"), ask);
             let is_its = |found: &Ownership| {
                 found.host.as_ref() == Some(claimant) && generation <= found.generation
             };
-            match found.ok().flatten().flatten() {
-                Some(found) if found.as_ref().is_some_and(is_its) => Word::Yes,
-                Some(_) => Word::No,
-                None => Word::Silent,
+            match host.ask_arbiter_within(PATIENCE, vm) {
+                ArbiterWord::Says(found) if found.as_ref().is_some_and(is_its) => Word::Yes,
+                ArbiterWord::Says(_) => Word::No,
+                ArbiterWord::Silent => Word::Silent,
             }
         }
     }

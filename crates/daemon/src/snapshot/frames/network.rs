@@ -182,8 +182,13 @@ impl Network {
 
     fn ask(&self, host: &HostName, presence: &Presence, ask: Ask<'_>) -> BTreeMap<Member, Word> {
         let doubtful = self.state().doubtful(host, presence);
-        let word =
-            |(said, vm): (MemberCards, VmName)| (said.member, ask(&vm, host, said.generation));
+        let mut is_silent = false;
+        let word = |(said, vm): (MemberCards, VmName)| {
+            // It is not waited for once for each of them.
+            let word = if is_silent { Word::Silent } else { ask(&vm, host, said.generation) };
+            is_silent = word == Word::Silent;
+            (said.member, word)
+        };
         doubtful.into_iter().map(word).collect()
     }
 
