@@ -5,6 +5,7 @@ use crate::config::HostConfig;
 use crate::host::Host;
 use crate::inventory::Inventory;
 use std::collections::BTreeMap;
+use std::fs;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::{Arc, Weak};
@@ -67,24 +68,39 @@ pub fn watch(host: &Arc<Host>) {
 }
 
 fn run(host: &Weak<Host>) {
+    let mut seen = None;
     while let Some(host) = host.upgrade() {
-        let problem = match refresh(&host.vms, &host.config.file) {
-            Ok(true) => {
-                let names = host.peers().into_keys().collect::<Vec<_>>();
-                info!("[peers] has changed and is in use: {names:?}");
-                None
-            }
-            Ok(false) => None,
-            Err(error) => Some(unused(host.config.keepers, &error)),
-        };
-        let before = host
-            .vms
-            .note(|all| std::mem::replace(&mut all.findings.peers.problem, problem.clone()));
-        if let Some(problem) = problem.filter(|problem| before.as_ref() != Some(problem)) {
-            warn!("{problem}");
+        if is_news(&mut seen, &host.config.file) {
+            look(&host);
         }
         drop(host);
         thread::sleep(INTERVAL);
+    }
+}
+
+/// Whether the file is another than was seen last, or cannot be read. What is as it was is not read again: what its
+/// reader complains of would be logged each time.
+fn is_news(seen: &mut Option<Vec<u8>>, file: &Path) -> bool {
+    let text = fs::read(file).ok();
+    let is_news = text.is_none() || text != *seen;
+    *seen = text;
+    is_news
+}
+
+fn look(host: &Host) {
+    let problem = match refresh(&host.vms, &host.config.file) {
+        Ok(true) => {
+            let names = host.peers().into_keys().collect::<Vec<_>>();
+            info!("[peers] has changed and is in use: {names:?}");
+            None
+        }
+        Ok(false) => None,
+        Err(error) => Some(unused(host.config.keepers, &error)),
+    };
+    let noted = problem.clone();
+    let before = host.vms.note(|all| std::mem::replace(&mut all.findings.peers.problem, noted));
+    if let Some(problem) = problem.filter(|problem| before.as_ref() != Some(problem)) {
+        warn!("{problem}");
     }
 }
 
@@ -110,21 +126,36 @@ mod tests {
         );
     }
 
+    /// Regression: what is warned of in a sound file was logged every two seconds.
+    #[test]
+    fn a_file_that_is_as_it_was_is_not_read_again() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("host.toml");
+        let mut seen = None;
+        assert!(is_news(&mut seen, &file), "it is not there");
+        assert!(is_news(&mut seen, &file), "it may come");
+        fs::write(&file, "name = 'a'").unwrap();
+        assert!(is_news(&mut seen, &file));
+        assert!(!is_news(&mut seen, &file));
+        fs::write(&file, "name = 'b'").unwrap();
+        assert!(is_news(&mut seen, &file));
+    }
+
     #[test]
     fn peers_are_those_of_the_file() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("host.toml");
         let head = "name = 'a'\nlisten = '127.0.0.1:7700'\n[peers]\n";
-        std::fs::write(&file, head).unwrap();
+        fs::write(&file, head).unwrap();
         let peers = Peers::of(&HostConfig::load(&file).unwrap());
         let vms = Inventory::default();
         vms.note(|all| all.findings.peers = peers);
         let knows_b = || vms.look(|all| all.findings.peers.by_name.contains_key("b"));
         assert_eq!(refresh(&vms, &file), Ok(false));
-        std::fs::write(&file, format!("{head}b = '127.0.0.1:7701'\n")).unwrap();
+        fs::write(&file, format!("{head}b = '127.0.0.1:7701'\n")).unwrap();
         assert_eq!(refresh(&vms, &file), Ok(true));
         assert!(knows_b());
-        std::fs::write(&file, format!("{head}b = 7\n")).unwrap();
+        fs::write(&file, format!("{head}b = 7\n")).unwrap();
         assert!(refresh(&vms, &file).unwrap_err().contains("peers.b"));
         assert!(knows_b(), "what was right is kept");
     }
