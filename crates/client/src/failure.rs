@@ -50,7 +50,7 @@ pub enum FailureKind {
     Degraded,
     /// The daemon does not answer.
     DaemonUnreachable,
-    /// It has said nothing in time, and may live: for whoever asks it, no word of its own.
+    /// It has said nothing in time, and may live. Users are told the same.
     #[serde(rename = "daemon-unreachable", skip_deserializing)]
     DaemonSilent,
     /// Error that the daemon, or a file, has told.
@@ -90,7 +90,7 @@ impl Failure {
     /// Tells the user of `program`; returns the exit code.
     pub fn report(self, program: &str, json: bool) -> ExitCode {
         let exit = self.exit();
-        // Nothing can be said if the terminal is gone, and it is no other failure for that.
+        // Nothing can be said if the terminal is gone; that changes nothing about the failure.
         let _ = writeln!(io::stderr(), "{program}: {}", self.message);
         if json {
             // Nothing more can be said if stdout is gone.

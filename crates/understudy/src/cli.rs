@@ -142,8 +142,9 @@ pub enum Command {
         #[arg(long, value_name = "PATH")]
         read: Vec<PathBuf>,
     },
-    /// End all VMs of this host that have keepers, in order; run by the service manager before the host goes down.
-    #[command(hide = true)]
+    /// End all VMs of this host that have keepers, in order.
+    ///
+    /// They go on when the daemon is ended by hand. The service manager ends them before the host goes down.
     EndKeepers {
         /// The host's configuration.
         #[arg(long, value_name = "FILE")]
@@ -265,12 +266,13 @@ after which it is suspected, epoch_timeout_ms = 1000 (100 to 60000), how long an
 epoch may be on its way to the backup without any movement, and qemu_timeout_ms =
 1000 (200 to 15000), the silence of a protected VM's own QEMU, [shutdown] power_off_seconds = 60 (0 to 3600).
 
-SIGTERM, SIGINT or SIGHUP ends the daemon: protected VMs are handed to their backups, as
-are those that are protected again within power_off_seconds; the other guests
-are asked to power off (ACPI), and what still runs after power_off_seconds more is
-cut, as it is at once after a second SIGTERM or SIGINT. The log says which were. A
-service manager must wait for longer than both, and kill nothing else: under systemd,
-which is told, KillMode=process and TimeoutStopSec=180.
+SIGTERM, SIGINT or SIGHUP ends the daemon. VMs with keepers go on (`understudy
+end-keepers --config FILE` ends them in order). Of the others the protected ones are
+handed to their backups, as are those that are protected again within power_off_seconds;
+the other guests are asked to power off (ACPI), and what still runs after
+power_off_seconds more is cut, as it is at once after a second SIGTERM or SIGINT. The
+log says which were. A service manager must wait for longer than both, and kill nothing
+else: under systemd, which is told, KillMode=process and TimeoutStopSec=180.
 
 All fields: /usr/share/doc/understudy/FILES.md.gz.";
 

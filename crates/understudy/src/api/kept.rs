@@ -198,8 +198,8 @@ fn understood<T>(vm: &VmName, answer: Result<T, Failure>) -> Result<T, HostError
 
 fn silent(vm: &VmName) -> String {
     format!(
-        "the keeper of {vm} does not answer: it hangs, or waits, and its guest may go on; `understudy vm stop {vm} --force` \
-         ends both (`understudy status {vm}` has its process)"
+        "the keeper of {vm} does not answer: it hangs, or waits; if that lasts `understudy vm stop {vm} --force` ends it, \
+         and what it runs or backs up here (`understudy status {vm}` has its process)"
     )
 }
 

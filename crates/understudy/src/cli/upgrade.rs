@@ -14,7 +14,8 @@ A VM with a keeper (keepers = true) runs on while the daemon is restarted, and i
 stays of its release. --keepers replaces it then by a process of the daemon's program, one
 VM after the other: the guest stands still for a moment, its connections live on, and it is
 not protected until it has been brought up to date. Without names that is done to all whose
-keeper runs another program than the daemon.
+keeper runs another program than the daemon, but for backups, whose keepers come with their
+VMs': so restart the daemon on each host first.
 
 Exits with 1 if somebody must see to a VM first; the plan says to which, and how.
 
@@ -23,7 +24,9 @@ Example:
   understudy upgrade --plan
   understudy upgrade --evacuate
   systemctl restart understudy
+and, once that is done on each host, on each:
   understudy upgrade --keepers
+or of some VMs only:
   understudy upgrade --keepers db web";
 
 /// `upgrade`
@@ -38,7 +41,7 @@ pub struct UpgradeArgs {
     #[arg(long)]
     pub evacuate: bool,
     /// Replace the keepers of these VMs by processes of the daemon's program, while the guests run; without
-    /// names those that run another one.
+    /// names those that run another one, but for backups'.
     #[arg(long, value_name = "VM", num_args = 0..)]
     pub keepers: Option<Vec<VmName>>,
 }

@@ -221,13 +221,13 @@ fn take_over(config: &HostConfig, peer: &ProbeAnswer) -> Check {
     }
     match probe::take_over(config, peer) {
         Ok(()) => {
-            let vms = peer.protected.len();
+            let vms = match peer.protected.len() {
+                1 => "the VM that is protected to this host, or was last".to_owned(),
+                many => format!("the {many} VMs that are protected to this host, or were last"),
+            };
             Check::ok(
                 &name,
-                format!(
-                    "the same; it has the right records of the {vms} VMs that are protected to this host, or were \
-                     last, and takes new ones"
-                ),
+                format!("the same; it has the right records of {vms}, and takes new ones"),
             )
         }
         Err(error) => {

@@ -34,7 +34,7 @@ fn a_keeper_that_hangs_is_ended_by_force_with_its_guest() {
         scene.await_guest()?;
         hang(scene, "a")?;
         let hangs = scene.status("a")?["protection"].to_string();
-        ensure!(hangs.contains(&format!("`understudy vm stop {VM} --force` ends both")), "{hangs}");
+        ensure!(hangs.contains(&format!("`understudy vm stop {VM} --force` ends it")), "{hangs}");
         scene.host("a")?.call(STOP)?;
         await_forgotten(scene, "a")?;
         let record = recorded(scene)?;

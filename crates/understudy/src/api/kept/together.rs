@@ -86,7 +86,7 @@ fn apart(group: &GroupName, found: &[(&VmName, Option<Keeper>)]) -> HostError {
     let places: Vec<String> = found.iter().map(place).collect();
     let message = format!(
         "group {group}: its VMs do not share a keeper ({}): name them under [groups] in the host's configuration, restart \
-         the daemon, stop them and start them again, in which they are down",
+         the daemon, stop them and start them again (they are down meanwhile)",
         places.join(", ")
     );
     HostError::new(ErrorKind::Conflict, message)

@@ -69,7 +69,8 @@ fn apart(plan: &UpgradePlan) -> (Vec<VmName>, Vec<Backup>) {
 /// When a backup gets a keeper of another program.
 pub fn comes_later(vm: &VmName, primary: &HostName) -> String {
     format!(
-        "gets a new keeper here when that on host {primary} is replaced: `understudy upgrade --keepers {vm}` there"
+        "gets a new keeper here when that on host {primary} is replaced: `understudy upgrade --keepers {vm}` there, \
+         or a fail-over and back if that is refused"
     )
 }
 
