@@ -135,9 +135,8 @@ pub fn send_all(outflow: &mut Outflow, session: &Session) -> io::Result<()> {
         if matches!(item, Outgoing::End) {
             break;
         }
-        if matches!(item, Outgoing::EpochEnd(..)) {
-            strike("send", &session.vm);
-        }
+        let is_end = matches!(item, Outgoing::EpochEnd(..));
+        strike(if is_end { "send" } else { "copy" }, &session.vm);
         let bytes = item.bytes();
         let next = outflow.next();
         sending.send(item, next)?;

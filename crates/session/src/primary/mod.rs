@@ -263,16 +263,25 @@ impl Lead {
             Event::GuestSick(reason) => self.guest_sick(now, reason, effects),
             Event::CannotCapture(reason) => self.cannot_capture(now, reason, effects),
             Event::GuestDied(reason) => self.decide(now, PrimaryEvent::GuestDied(reason), effects),
-            // The others of its group are nowhere else as long as no epoch of them is.
-            Event::QemuDied(reason) => {
-                let others_alone = self.whole.len() > 1 && !self.core.guards_output();
-                let event = match others_alone && *self.core.phase() == PrimaryPhase::Syncing {
-                    true => PrimaryEvent::PeerGone(reason),
-                    false => PrimaryEvent::GuestDied(reason),
-                };
-                self.decide(now, event, effects);
-            }
+            Event::QemuDied(reason) => self.qemu_died(now, reason, effects),
         }
+    }
+
+    /// A QEMU of a group's takes the others along only to a backup that has them. In the first copy they may be nowhere
+    /// else; about an epoch that is on its way the arbiter decides. Of one death two threads tell.
+    fn qemu_died(&mut self, now: Time, reason: String, effects: &mut Vec<Effect>) {
+        let is_group = self.whole.len() > 1;
+        let event = match self.core.phase() {
+            // They go on, or the arbiter or the backup's last word has them go on, or end.
+            PrimaryPhase::Alone(_) | PrimaryPhase::Contesting(_) | PrimaryPhase::StandingDown
+                if is_group =>
+            {
+                return;
+            }
+            PrimaryPhase::Syncing if is_group => PrimaryEvent::PeerGone(reason),
+            _ => PrimaryEvent::GuestDied(reason),
+        };
+        self.decide(now, event, effects);
     }
 
     /// The state machine's word.

@@ -254,7 +254,15 @@ fn a_member_that_dies_in_the_first_copy_takes_none_of_its_group_along() {
     };
     let died = || Event::QemuDied("killed".to_owned());
     let apart = [PrimaryAction::ClosePeer, PrimaryAction::OpenOutput].map(Effect::Act);
-    assert_eq!(tell(&mut syncing(2), 1, died()), apart);
+    let mut group = syncing(2);
+    assert_eq!(tell(&mut group, 1, died()), apart);
+    assert_eq!(tell(&mut group, 2, died()), [], "told once more, it ended the other one");
+    // What is on its way may be all that there is of the one that died.
+    let mut on_its_way = syncing(2);
+    tell(&mut on_its_way, 1, Event::Captured);
+    let contest = Effect::Act(PrimaryAction::Contest(Generation(1)));
+    assert!(tell(&mut on_its_way, 2, died()).contains(&contest));
+    assert_eq!(tell(&mut on_its_way, 3, died()), [], "the arbiter decides");
     let halt = [Effect::Act(PrimaryAction::Halt("killed".to_owned()))];
     assert_eq!(tell(&mut syncing(1), 1, died()), halt, "there is nothing else");
     let lost = Event::GuestDied("another host has it".to_owned());
@@ -262,6 +270,9 @@ fn a_member_that_dies_in_the_first_copy_takes_none_of_its_group_along() {
     // An epoch of all members is on the backup, which takes them over.
     let both = tell(&mut protected(2), 5, died());
     assert_eq!(both[0], Effect::Act(PrimaryAction::YieldToBackup));
+    let mut released = protected(2);
+    tell(&mut released, 5, Event::Unprotect);
+    assert_eq!(tell(&mut released, 6, died()), [], "the backup forgets them, and they go on");
 }
 
 #[test]

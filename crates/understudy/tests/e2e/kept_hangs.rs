@@ -3,7 +3,7 @@
 use crate::keepers::{answered, begin, kept, signal_keeper, told, with_keepers};
 use crate::kept_backups::with_repair;
 use crate::kept_groups::{shared, with_group};
-use crate::stage::{LIMIT, await_forgotten, play, prove_survival, refusal};
+use crate::stage::{LIMIT, await_forgotten, has_backup, play, prove_survival, refusal};
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 use serde_json::Value;
@@ -79,7 +79,7 @@ fn a_backups_keeper_that_hangs_is_ended_by_force_and_protection_comes_back() {
             Ok((scene.status("a")?["protection"]["state"] == "degraded").then_some(()))
         })?;
         scene.host("b")?.call(STOP)?;
-        scene.await_protected("a", |_| ())?;
+        wait_for("another backup", LIMIT, || Ok(has_backup(&scene.status("a")?).then_some(())))?;
         ensure!(kept(&told(scene, "b", VM)?)?.keeper != hung, "the same keeper");
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")

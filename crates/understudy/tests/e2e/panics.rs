@@ -204,8 +204,8 @@ fn a_panic_in_a_members_first_copy_does_not_take_the_other_along() {
         a.call(["protect", VM, COMPANION].into_iter().chain(group))?;
         let status = a.status(VM)?;
         ensure!(protection(&status).0 == "syncing", "too fast to panic meanwhile: {status}");
-        strike("first-copy", "a", "send")?;
-        says_what_happened(scene, "a", "send")?;
+        strike("first-copy", "a", "copy")?;
+        says_what_happened(scene, "a", "copy")?;
         wait_for("the companion to be alone", LIMIT, || {
             let status = a.status(COMPANION)?;
             ensure!(status["role"] == "primary", "it has ended, too: {status}");
