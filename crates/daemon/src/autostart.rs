@@ -178,8 +178,9 @@ impl Host {
         if let Some(problem) = keeper.as_ref().and_then(|keeper| keeper.problem.as_ref()) {
             return self.wait_to_start(vm, &format!("it may have a keeper: {problem}"));
         }
-        // Its operator was quicker, or it is backed up here.
-        if self.has_guest(vm) || self.arrivals.kept(vm).is_some() {
+        // Its operator was quicker, or it is backed up here. Of a keeper that was just killed the place is kept for a moment.
+        let is_kept = keeper.is_some() && self.arrivals.kept(vm).is_some();
+        if self.has_guest(vm) || is_kept {
             self.awaited.give_up(vm);
             return;
         }

@@ -76,7 +76,7 @@ fn peers_are_asked_as_a_daemon_would() {
         ensure!(after == before, "the look left warnings: {after:?}");
         scene.protected_guest("b", "a")?;
         let (state, detail, _) = examine(scene, &config, "arbiter with b")?;
-        ensure!(state == "ok" && detail.contains("the 1 VMs"), "{state}: {detail}");
+        ensure!(state == "ok" && detail.contains("of the VM that"), "{state}: {detail}");
         // A directory of its own where the shared one should be mounted.
         let (state, detail, failed) =
             examine(scene, &elsewhere(scene, &config)?, "arbiter with b")?;
@@ -111,7 +111,7 @@ fn what_keepers_protect_is_tried_as_well() {
         scene.protect("b", "a")?;
         scene.await_protected("b", |_| ())?;
         let (state, detail, _) = examine(scene, &config, "arbiter with b")?;
-        ensure!(state == "ok" && detail.contains("the 1 VMs"), "{state}: {detail}");
+        ensure!(state == "ok" && detail.contains("of the VM that"), "{state}: {detail}");
         scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
         ["a", "b"].iter().try_for_each(|host| await_forgotten(scene, host))
     });

@@ -128,7 +128,8 @@ fn a_guest_whose_qemu_does_not_answer_at_once_goes_on_all_the_same() {
 }
 
 /// A guest that says how long it has run, in tenths of a second at the most.
-const COUNT: &str = "n=0; while :; do n=$((n + 1)); echo $n > /tmp/count; sleep 0.1; done";
+const COUNT: &str =
+    "n=0; while :; do n=$((n + 1)); echo $n > /tmp/next; mv /tmp/next /tmp/count; sleep 0.1; done";
 
 /// The VM may be another host's by now: checkpoints for its new backup do not let it run.
 #[test]
