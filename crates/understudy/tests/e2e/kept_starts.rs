@@ -319,7 +319,7 @@ fn a_configuration_that_no_keeper_can_read_is_named_and_once_it_is_right_they_be
         ensure!(code == 1, "{code}: {words}");
         says(&words, &named)?;
         wait_for("the status to say it", LIMIT, || {
-            let status = scene.host("a")?.cli(&["status"])?;
+            let status = scene.host("a")?.cli(["status"])?;
             let status = String::from_utf8_lossy(&status.stdout).into_owned();
             Ok((status.contains("WRONG: ") && status.contains("no VM starts in a keeper"))
                 .then_some(()))
