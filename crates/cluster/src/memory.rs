@@ -6,13 +6,15 @@ use crate::trial::write_accesses;
 use crate::upload::Upload;
 use anyhow::Context;
 use std::collections::{BTreeMap, HashSet};
-use std::fs;
+use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::info;
 use understudy_machine::Machine;
-use understudy_memory::{CaptureRequest, Cut, DirtySet, FirstAccess, MAIN_MEMORY, RamBlock};
+use understudy_memory::{
+    CaptureRequest, Cut, DirtySet, FirstAccess, MAIN_MEMORY, RamBlock, field_bytes,
+};
 use understudy_protocol::{BaseId, BlockId, PAGE_SIZE, PageIndex};
 use understudy_snapshot::{
     AreaMap, Clock, Compression, Lane, NewChunk, Packed, Packer, Page, Recency, Store, WorkingSet,
@@ -310,10 +312,8 @@ pub fn most_traced(pages: u64, trace: Duration) -> usize {
 /// Number of pages whose copies may wait while the store is slow: a quarter of the memory that this host has left, since
 /// as many again may be on their way to it, and another image may be taken beside.
 pub fn most_copies() -> anyhow::Result<usize> {
-    let text = fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?;
-    let left = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kib = left.and_then(|left| left.trim().strip_suffix(" kB")?.trim().parse::<usize>().ok());
-    Ok(kib.context("/proc/meminfo does not say what is available")? / 4 * 1024 / PAGE_SIZE)
+    let left = field_bytes(Path::new("/proc/meminfo"), "MemAvailable:")?;
+    Ok(usize::try_from(left / 4 / PAGE_SIZE as u64)?)
 }
 
 /// Hands chunks to the store, many at once.

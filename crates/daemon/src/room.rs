@@ -8,12 +8,12 @@ use crate::host::Host;
 use crate::vm::Vm;
 use nix::sys::statvfs::statvfs;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use understudy_machine::Machine;
-use understudy_memory::GuestRam;
+use understudy_memory::{GuestRam, field_bytes};
 use understudy_protocol::VmName;
+use understudy_qemu::process::children_of;
 use understudy_replication::handshake::{FileOffer, FileRole, Offer};
 use understudy_replication::primary::EPOCH_DISK_BYTES;
 use understudy_report::error::{ErrorKind, HostError};
@@ -91,7 +91,7 @@ impl Host {
 
     fn room(&self) -> anyhow::Result<Room> {
         let mut room = Room {
-            available: kib_field(Path::new("/proc/meminfo"), "MemAvailable:")?,
+            available: field_bytes(Path::new("/proc/meminfo"), "MemAvailable:")?,
             limit: self.config.memory_limit,
             ..Room::default()
         };
@@ -99,7 +99,7 @@ impl Host {
             let ram = machine.ram();
             // A QEMU that has just ended takes nothing, and will not.
             let status = format!("/proc/{}/status", machine.qemu_pid());
-            let beside = kib_field(Path::new(&status), "RssAnon:").unwrap_or(BESIDE_BYTES);
+            let beside = field_bytes(Path::new(&status), "RssAnon:").unwrap_or(BESIDE_BYTES);
             room.vms += 1;
             room.promised += ram.bytes() + BESIDE_BYTES;
             room.untaken += ram.bytes().saturating_sub(ram.resident_bytes()?);
@@ -154,13 +154,11 @@ struct Bytes {
 /// Bytes that a keeper's VMs have taken; what cannot be read is not taken yet. A backup's memory is written by its keeper,
 /// so that its QEMU has mapped next to nothing of it.
 fn taken_by(keeper: u32) -> Bytes {
-    let threads = fs::read_dir(format!("/proc/{keeper}/task")).into_iter().flatten().flatten();
-    let children = threads.filter_map(|it| fs::read_to_string(it.path().join("children")).ok());
-    let of_one = |child: &str| {
+    let of_one = |child: u32| {
         let status = PathBuf::from(format!("/proc/{child}/status"));
-        kib_field(&status, "RssAnon:").unwrap_or(0)
+        field_bytes(&status, "RssAnon:").unwrap_or(0)
     };
-    let beside = children.map(|list| list.split_whitespace().map(of_one).sum::<u64>()).sum();
+    let beside = children_of(keeper).into_iter().map(of_one).sum();
     Bytes { guests: GuestRam::bytes_held_by(keeper), beside }
 }
 
@@ -262,17 +260,6 @@ fn free_in(directory: &Path) -> Result<u64, HostError> {
     Ok(file_system.blocks_available() * file_system.fragment_size())
 }
 
-/// A field of a file like `/proc/meminfo`, in bytes.
-fn kib_field(file: &Path, name: &str) -> anyhow::Result<u64> {
-    let text = std::fs::read_to_string(file)?;
-    let kib = text
-        .lines()
-        .find_map(|line| line.strip_prefix(name))
-        .and_then(|rest| rest.trim().strip_suffix(" kB"))
-        .and_then(|number| number.trim().parse::<u64>().ok());
-    kib.map(|kib| kib * 1024).ok_or_else(|| anyhow::anyhow!("{} has no {name}", file.display()))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -367,13 +354,5 @@ mod tests {
     fn sizes_that_a_peer_names_have_no_small_sum() {
         assert_eq!(sum([MIB, 2 * MIB].into_iter()), 3 * MIB);
         assert_eq!(sum([u64::MAX, 2].into_iter()), u64::MAX);
-    }
-
-    #[test]
-    fn this_machine_says_what_it_has() {
-        assert!(kib_field(Path::new("/proc/meminfo"), "MemAvailable:").unwrap() > 0);
-        assert!(kib_field(Path::new("/proc/self/status"), "RssAnon:").unwrap() > 0);
-        let error = kib_field(Path::new("/proc/meminfo"), "Nonsense:").unwrap_err().to_string();
-        assert!(error.contains("Nonsense"), "{error}");
     }
 }

@@ -1,7 +1,8 @@
 //! Events posted to an address of the operator's, one by one and in their order, each until it was taken.
 //!
-//! A receiver may get an event twice (its answer was lost), and knows it by its number, or a keeper's by that keeper's. One that does not answer is asked
-//! again, later each time; what the log does not keep for so long is lost to it, which is said.
+//! A receiver may get an event twice (its answer was lost), and knows it by its number, or that of the keeper which has
+//! recorded it. One that does not answer is asked again, later each time; what the log does not keep for so long is lost
+//! to it, which is said.
 
 mod marks;
 

@@ -289,6 +289,16 @@ impl Lab {
         Leftovers::in_lab(self)
     }
 
+    /// Waits until a host has no taps any more. The kernel has its time to close what processes held: one counts as ended,
+    /// and is in no namespace, before its last thread has let go of a tap.
+    pub fn await_no_taps(&self, host: &str, limit: Duration) -> Result<()> {
+        let namespace = self.host(host)?;
+        wait_for(&format!("host {host}'s taps to be gone"), limit, || {
+            let others = Leftovers::interfaces_in(self, &namespace)?;
+            Ok(others.is_empty().then_some(()))
+        })
+    }
+
     /// The ends of all daemons' logs. Printed by itself when a panic drops the
     /// laboratory; for other failures, to be added to the error.
     pub fn diagnostics(&self) -> String {

@@ -1,6 +1,7 @@
 //! Leftovers: what was not cleaned up.
 
 use crate::lab::Lab;
+use crate::namespace::Namespace;
 use crate::processes;
 use crate::remains::LabName;
 use anyhow::Result;
@@ -36,14 +37,21 @@ impl Leftovers {
         let mut inside = Vec::new();
         for host in lab.hosts() {
             let namespace = lab.host(host)?;
-            let own = lab.interfaces();
-            let others = namespace.interfaces()?.into_iter().filter(|name| !own.contains(name));
-            interfaces.extend(others.map(|name| format!("{}/{name}", namespace.name())));
+            interfaces.extend(Leftovers::interfaces_in(lab, &namespace)?);
             inside.extend(namespace.processes()?);
         }
         let processes = describe(inside, lab.directory().to_string_lossy().as_ref())?;
         let mounts = strings(lab.name().mounts()?);
         Ok(Leftovers { interfaces, processes, mounts, ..Leftovers::default() })
+    }
+}
+
+impl Leftovers {
+    /// Interfaces of a host that are none of the laboratory's own.
+    pub(crate) fn interfaces_in(lab: &Lab, namespace: &Namespace) -> Result<Vec<String>> {
+        let own = lab.interfaces();
+        let others = namespace.interfaces()?.into_iter().filter(|name| !own.contains(name));
+        Ok(others.map(|name| format!("{}/{name}", namespace.name())).collect())
     }
 }
 

@@ -296,12 +296,12 @@ impl Scene {
         Ok(())
     }
 
-    /// What the daemons left behind. The kernel has its time to close what they held: a process
-    /// counts as ended before its last thread has let go of a tap.
+    /// What the daemons left behind.
     fn leftovers(&self) -> Result<Leftovers> {
-        let no_tap = || Ok(self.lab.leftovers()?.interfaces.is_empty().then_some(()));
-        if let Err(error) = wait_for("the taps to vanish", TAPS_VANISH_WITHIN, no_tap) {
-            eprintln!("{error:#}");
+        for host in self.hosts.keys() {
+            if let Err(error) = self.lab.await_no_taps(host, TAPS_VANISH_WITHIN) {
+                eprintln!("{error:#}");
+            }
         }
         self.lab.leftovers()
     }

@@ -10,7 +10,7 @@ use nix::sys::prctl::set_pdeathsig;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::{SigSet, Signal};
 use std::ffi::OsString;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
@@ -348,6 +348,16 @@ pub fn pidfd_of(pid: u32) -> io::Result<OwnedFd> {
     let fd = RawFd::try_from(fd).map_err(io::Error::other)?;
     // SAFETY: the kernel has just made this descriptor, for us alone.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// The processes that a process has started, and that were not waited for.
+pub fn children_of(pid: u32) -> Vec<u32> {
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let lists = threads.filter_map(|it| fs::read_to_string(it.path().join("children")).ok());
+    let numbers = |list: String| -> Vec<u32> {
+        list.split_whitespace().filter_map(|number| number.parse().ok()).collect()
+    };
+    lists.flat_map(numbers).collect()
 }
 
 fn read_tail(log: &Path, start: u64) -> io::Result<String> {

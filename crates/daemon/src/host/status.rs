@@ -88,8 +88,8 @@ impl Host {
         still.retain(|vm| self.keeper_of(vm).is_none() && !known.contains_key(vm));
         let still: Vec<_> = still.iter().filter_map(|vm| self.status_of_untold(vm)).collect();
         let vms = self.all_just_lost(&known).into_iter().chain(known.into_values());
-        let vms: Vec<_> = vms.map(|vm| vm.status()).chain(still).collect();
-        let vms: Vec<_> = vms.into_iter().map(|vm| self.complete(vm)).collect();
+        let vms = vms.map(|vm| vm.status()).chain(still);
+        let vms: Vec<_> = vms.map(|vm| self.complete(vm)).collect();
         let lost = self.lost_vms();
         HostStatus {
             name: self.config.name.clone(),

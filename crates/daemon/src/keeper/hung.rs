@@ -7,12 +7,11 @@ use super::{Keeper, conflict, ending};
 use crate::arrivals::Arrival;
 use crate::host::{Host, internal};
 use crate::lifecycle::RELEASED_WITHIN;
-use std::fs;
 use std::os::fd::{AsFd, OwnedFd};
 use tracing::warn;
 use understudy_protocol::validity::{ArbiterWord, ImageRole};
 use understudy_protocol::{Generation, HostName, Ownership, VmName};
-use understudy_qemu::process::{kill, pidfd_of};
+use understudy_qemu::process::{children_of, kill, pidfd_of};
 use understudy_report::error::HostError;
 use understudy_report::events::EventKind;
 
@@ -54,19 +53,13 @@ fn left_to(
     }
 }
 
-/// The processes that a process has started, and that have not ended, with their numbers.
-fn children_of(pid: u32) -> Vec<(u32, OwnedFd)> {
-    let list = || -> Vec<u32> {
-        let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
-        let lists = tasks.filter_map(|it| fs::read_to_string(it.path().join("children")).ok());
-        lists
-            .flat_map(|it| it.split_whitespace().flat_map(str::parse::<u32>).collect::<Vec<_>>())
-            .collect()
-    };
+/// The processes that a process has started, held by their descriptors.
+fn hold_children_of(pid: u32) -> Vec<(u32, OwnedFd)> {
+    let children = children_of(pid).into_iter();
     let opened: Vec<(u32, OwnedFd)> =
-        list().into_iter().filter_map(|child| Some((child, pidfd_of(child).ok()?))).collect();
+        children.filter_map(|child| Some((child, pidfd_of(child).ok()?))).collect();
     // Of one that has ended meanwhile the number may be another process's by now.
-    let still = list();
+    let still = children_of(pid);
     opened.into_iter().filter(|(child, _)| still.contains(child)).collect()
 }
 
@@ -86,7 +79,7 @@ impl Host {
             return Err(conflict(message));
         };
         self.note_its_end(vm)?;
-        let children = children_of(pid);
+        let children = hold_children_of(pid);
         warn!(%vm, "its keeper (process {pid}) does not answer, and is ended: its operator ends the VM");
         kill(process.as_fd());
         // QEMU ends by itself with the last copy of its agent's socket.
@@ -200,7 +193,7 @@ mod tests {
     #[test]
     fn what_a_process_has_started_is_found() {
         let mut child = Command::new("sleep").arg("600").spawn().unwrap();
-        let found = children_of(std::process::id());
+        let found = hold_children_of(std::process::id());
         assert!(found.iter().any(|(pid, _)| *pid == child.id()));
         child.kill().unwrap();
         child.wait().unwrap();

@@ -6,6 +6,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use understudy_daemon::probe::{self, Controller};
 use understudy_memory::agent::DEVICE;
+use understudy_memory::bytes_in;
 use understudy_qemu::{Kvm, Obstacle};
 
 /// The memory below which there is too little for any VM and its backup.
@@ -228,7 +229,7 @@ fn memory() -> Check {
     const NAME: &str = "memory";
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let (Some(total), Some(available)) =
-        (meminfo(&text, "MemTotal:"), meminfo(&text, "MemAvailable:"))
+        (bytes_in(&text, "MemTotal:"), bytes_in(&text, "MemAvailable:"))
     else {
         return Check::fail(NAME, "/proc/meminfo cannot be read", "mount /proc");
     };
@@ -247,12 +248,6 @@ fn control_groups(controller: Controller, without: &str, tried: anyhow::Result<P
         Ok(place) => Check::ok(&name, format!("control groups can be made in {}", place.display())),
         Err(error) => Check::note(&name, format!("{error:#}"), format!("without it {without}")),
     }
-}
-
-/// A value of `/proc/meminfo`, in bytes.
-fn meminfo(text: &str, field: &str) -> Option<u64> {
-    let line = text.lines().find_map(|line| line.strip_prefix(field))?;
-    line.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
 }
 
 #[cfg(test)]
@@ -344,12 +339,5 @@ mod tests {
         assert_eq!((missing.state, &*missing.name), (State::Note, "memory controller"));
         assert!(missing.advice.unwrap().contains("without it all may end"));
         assert_eq!(check(Ok("/sys/fs/cgroup/memory".into())).state, State::Ok);
-    }
-
-    #[test]
-    fn memory_is_read_in_bytes() {
-        let text = "MemTotal:       24576 kB\nMemAvailable:   12 kB\n";
-        assert_eq!(meminfo(text, "MemTotal:"), Some(24576 * 1024));
-        assert_eq!(meminfo(text, "MemFree:"), None);
     }
 }

@@ -262,24 +262,50 @@ fn open_directory() -> tempfile::TempDir {
     place
 }
 
+/// The usual hosts, host a with these settings, too.
+fn with_on_a(own: &str) -> SceneOptions {
+    let mut options = quick();
+    let daemon = daemon().calm();
+    let settings = format!("{own}{}", daemon.settings);
+    options.daemons.insert("a".to_owned(), HostOptions { settings, ..daemon });
+    options
+}
+
+/// The installed QEMU at a path of its own, where it can be upgraded underneath a daemon.
+struct OwnQemu {
+    place: tempfile::TempDir,
+    installed: PathBuf,
+    program: PathBuf,
+}
+
+impl OwnQemu {
+    fn new() -> OwnQemu {
+        let (place, installed) = (open_directory(), find_qemu().expect("no QEMU in PATH"));
+        let program = place.path().join("qemu-system-x86_64");
+        std::os::unix::fs::symlink(&installed, &program).unwrap();
+        OwnQemu { place, installed, program }
+    }
+
+    /// The setting that has a daemon use it.
+    fn setting(&self) -> String {
+        format!("qemu = {:?}\n", self.program)
+    }
+
+    fn upgrade(&self) -> Result<()> {
+        fs::remove_file(&self.program)?;
+        fs::copy(&self.installed, &self.program).map(drop)?;
+        Ok(())
+    }
+}
+
 /// The daemon's knowledge is of the QEMU that was there when it began: another was once started as
 /// if it were that.
 #[test]
 fn a_qemu_that_was_upgraded_underneath_is_not_started() {
-    let place = open_directory();
-    let paths = std::env::var_os("PATH").unwrap_or_default();
-    let mut programs = std::env::split_paths(&paths).map(|it| it.join("qemu-system-x86_64"));
-    let installed = programs.find(|program| program.is_file()).expect("no QEMU in PATH");
-    let program = place.path().join("qemu-system-x86_64");
-    std::os::unix::fs::symlink(&installed, &program).unwrap();
-    let mut options = quick();
-    let daemon = daemon().calm();
-    let settings = format!("qemu = {program:?}\n{}", daemon.settings);
-    options.daemons.insert("a".to_owned(), HostOptions { settings, ..daemon });
-    play(options, |scene| {
+    let qemu = OwnQemu::new();
+    play(with_on_a(&qemu.setting()), |scene| {
         scene.start_guest("b")?;
-        fs::remove_file(&program)?;
-        fs::copy(&installed, &program)?;
+        qemu.upgrade()?;
         let second = definition(scene, "second")?.replace("73:01", "73:02");
         let path = write(scene, "second.toml", &second)?;
         let upgraded = ["QEMU was upgraded", "restart the daemon"];
@@ -299,17 +325,10 @@ fn a_qemu_that_was_upgraded_underneath_is_not_started() {
 /// Once its daemon was restarted nobody said that a keeper which began before starts nothing any more.
 #[test]
 fn a_keeper_that_began_before_qemu_was_upgraded_is_told_of_until_it_is_replaced() {
-    let place = open_directory();
-    let (program, installed) = (place.path().join("qemu-system-x86_64"), find_qemu().unwrap());
-    std::os::unix::fs::symlink(&installed, &program).unwrap();
-    let mut options = quick();
-    let daemon = daemon().calm();
-    let settings = format!("qemu = {program:?}\nkeepers = true\n{}", daemon.settings);
-    options.daemons.insert("a".to_owned(), HostOptions { settings, ..daemon });
-    play(options, |scene| {
+    let qemu = OwnQemu::new();
+    play(with_on_a(&format!("{}keepers = true\n", qemu.setting())), |scene| {
         scene.start_guest("a")?;
-        fs::remove_file(&program)?;
-        fs::copy(&installed, &program)?;
+        qemu.upgrade()?;
         restart_daemon(scene, "a")?;
         let is_told = |scene: &Scene| -> Result<bool> {
             let told = scene.host("a")?.call(["status"])?;
@@ -333,11 +352,8 @@ fn an_agent_that_was_replaced_underneath_is_used_as_it_was() {
     let place = open_directory();
     let library = place.path().join("agent.so");
     for keepers in ["", "keepers = true\n"] {
-        let mut options = quick();
+        let options = with_on_a(&format!("agent = {library:?}\n{keepers}"));
         fs::copy(agent_of(&options.binary).unwrap(), &library).unwrap();
-        let daemon = daemon().calm();
-        let settings = format!("agent = {library:?}\n{keepers}{}", daemon.settings);
-        options.daemons.insert("a".to_owned(), HostOptions { settings, ..daemon });
         play(options, |scene| {
             let next = place.path().join("next");
             fs::write(&next, "no library")?;
@@ -357,17 +373,12 @@ fn an_agent_that_was_replaced_underneath_is_used_as_it_was() {
 /// The plan compared the QEMU that the daemon had asked; the next one runs that which is installed.
 #[test]
 fn the_plan_of_an_upgrade_is_about_the_qemu_that_is_installed() {
-    let place = open_directory();
-    let [program, cache] = ["qemu-system-x86_64", "cache"].map(|name| place.path().join(name));
-    let installed = find_qemu().unwrap();
-    std::os::unix::fs::symlink(&installed, &program).unwrap();
+    let qemu = OwnQemu::new();
+    let (program, cache) = (&qemu.program, qemu.place.path().join("cache"));
     fs::create_dir(&cache).unwrap();
-    let mut options = quick();
-    let daemon = daemon().calm();
-    let settings = format!("qemu = {program:?}\n{}", daemon.settings);
+    let mut options = with_on_a(&qemu.setting());
     let own = (cache::VARIABLE.to_owned(), cache.display().to_string());
-    let environment = [daemon.environment, vec![own]].concat();
-    options.daemons.insert("a".to_owned(), HostOptions { settings, environment, ..daemon });
+    options.daemons.get_mut("a").expect("host a").environment.push(own);
     // Host b may answer late, on a busy machine.
     let plan = |scene: &Scene, code: i32, words: &[&str]| {
         wait_for(&format!("the plan to have {words:?}"), LIMIT, || {
@@ -378,8 +389,7 @@ fn the_plan_of_an_upgrade_is_about_the_qemu_that_is_installed() {
         })
     };
     play(options, |scene| {
-        fs::remove_file(&program)?;
-        fs::copy(&installed, &program)?;
+        qemu.upgrade()?;
         let said =
             plan(scene, 0, &["QEMU was upgraded: a restart runs QEMU ", "may be restarted"])?;
         ensure!(!said.contains("DOES NOT TAKE"), "{said}");
@@ -391,7 +401,7 @@ fn the_plan_of_an_upgrade_is_about_the_qemu_that_is_installed() {
         kept["capabilities"]["version"]["minor"] = json!(99);
         fs::write(&file, serde_json::to_vec(&kept)?)?;
         plan(scene, 1, &[".99.", "and DOES NOT TAKE it after a restart", "NOT YET"])?;
-        fs::remove_file(&program)?;
+        fs::remove_file(program)?;
         plan(scene, 1, &["WRONG: a restart does not run with it"]).map(drop)
     });
 }

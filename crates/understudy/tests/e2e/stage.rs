@@ -271,12 +271,7 @@ pub fn await_forgotten(scene: &Scene, host: &str) -> Result<()> {
     wait_for(&format!("host {host}'s QEMU to be gone"), LIMIT, || {
         Ok((daemon.namespace().processes()? == [daemon.pid()]).then_some(()))
     })?;
-    // A process whose threads are still ending is in no namespace, and may have taps.
-    let own = format!("{}/", daemon.namespace().name());
-    wait_for(&format!("host {host}'s taps to be gone"), LIMIT, || {
-        let left = scene.lab().leftovers()?.interfaces;
-        Ok(left.iter().all(|tap| !tap.starts_with(&own)).then_some(()))
-    })
+    scene.lab().await_no_taps(host, LIMIT)
 }
 
 /// The VMs that a host knows, by `status --json`.
