@@ -144,10 +144,10 @@ impl Host {
     pub fn adopt_as_ordered(
         self: &Arc<Self>,
         vm: &VmName,
-        mut daemon: UnixStream,
+        daemon: UnixStream,
     ) -> Result<(), HostError> {
         let prepared = self.prepare_to_adopt(vm).and_then(|former| {
-            say(&mut daemon, &Word::Ready(Readable::own())).map_err(internal)?;
+            say(&daemon, &Word::Ready(Readable::own())).map_err(internal)?;
             former.map_or(Ok(()), |former| await_end(&former, &daemon))
         });
         let adopted = match prepared {
@@ -160,7 +160,7 @@ impl Host {
             Err(NotAdopted::Cannot(why)) => (Word::Cannot(why.clone()), Err(why)),
             Err(NotAdopted::Lost(why)) => (Word::Lost(why.clone()), Err(why)),
         };
-        if let Err(error) = say(&mut daemon, &word) {
+        if let Err(error) = say(&daemon, &word) {
             // The next daemon sees what there is.
             warn!(%vm, "the daemon does not hear what became of it: {error}");
         }

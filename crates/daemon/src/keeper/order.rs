@@ -108,9 +108,9 @@ impl Keeper {
 
     /// Gives it an order about one of its VMs, or another one of its group; returns the other end of its socket.
     fn order_about(&self, vm: &VmName, order: &Order) -> Result<UnixStream, HostError> {
-        let (mut ours, its_end) = UnixStream::pair().map_err(internal)?;
+        let (ours, its_end) = UnixStream::pair().map_err(internal)?;
         let further = Further { vm: vm.clone(), order: *order };
-        say(&mut ours, &further).map_err(internal)?;
+        say(&ours, &further).map_err(internal)?;
         self.order(&its_end).map_err(|error| {
             let message = format!("the keeper of {}: {error:#}", self.vm);
             HostError::new(ErrorKind::Unreachable, message)
@@ -311,7 +311,7 @@ impl Host {
         if let Err(error) = &answer {
             warn!(%vm, "its order is not carried out: {error}");
         }
-        if let Err(error) = say(&mut daemon, &answer) {
+        if let Err(error) = say(&daemon, &answer) {
             // The next daemon finds the VM without being told.
             warn!(%vm, "the daemon does not hear what came of its order: {error}");
         }
@@ -344,7 +344,7 @@ pub(super) fn has_hung_up(daemon: &UnixStream) -> bool {
 }
 
 /// Says something in a line of JSON.
-pub(crate) fn say(to: &mut UnixStream, what: &impl Serialize) -> io::Result<()> {
+pub(crate) fn say(mut to: &UnixStream, what: &impl Serialize) -> io::Result<()> {
     let mut line = serde_json::to_vec(what)?;
     line.push(b'\n');
     to.write_all(&line)

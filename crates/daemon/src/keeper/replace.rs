@@ -394,8 +394,8 @@ mod tests {
 
     /// Outcome that the daemon makes of what a next keeper says, by this.
     fn heard<T>(words: &[Word], hear: impl FnOnce(&mut Next) -> T) -> T {
-        let (ours, mut theirs) = UnixStream::pair().unwrap();
-        words.iter().for_each(|word| say(&mut theirs, word).unwrap());
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        words.iter().for_each(|word| say(&theirs, word).unwrap());
         drop(theirs);
         let process = Command::new("true").spawn().unwrap();
         let mut next = Next { vm: literal("db"), process, said: BufReader::new(ours) };

@@ -4,10 +4,11 @@
 use crate::containment::spawn_for_request;
 use crate::host::Host;
 use anyhow::Context;
-use crossbeam_channel::{Receiver, Sender};
+use crossbeam_channel::{Receiver, Sender, select};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::collections::BTreeMap;
+use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::thread;
@@ -127,11 +128,15 @@ fn read<T: DeserializeOwned>(message: &Message) -> anyhow::Result<T> {
 pub(crate) fn serve(host: &Arc<Host>, link: &Link) -> anyhow::Result<()> {
     link.set_read_timeout(None)?;
     link.set_write_timeout(Some(WRITE_TIMEOUT))?;
-    let answers = link.clone();
+    let (reports, queue) = crossbeam_channel::unbounded();
     let reply: Reply = Arc::new(move |heard: ToCoordinator| {
         // A lost report is asked for again.
-        let _ = send(&answers, &heard, matches!(heard, ToCoordinator::Take(..)));
+        let _ = reports.send(heard);
     });
+    // Whoever reports keeps its end of the queue for longer than there is a connection.
+    let (_connected, over) = crossbeam_channel::bounded::<Infallible>(0);
+    let answers = link.clone();
+    spawn("exchange-out", move || report(&answers, &queue, &over))?;
     // Ends with the connection.
     while let Ok(message) = link.receive() {
         let message: ToMember = read(&message).context("an order that cannot be")?;
@@ -141,6 +146,20 @@ pub(crate) fn serve(host: &Arc<Host>, link: &Link) -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Writes what is reported until the connection is over.
+fn report(link: &Link, queue: &Receiver<ToCoordinator>, over: &Receiver<Infallible>) {
+    loop {
+        let heard = select! {
+            recv(queue) -> heard => heard,
+            recv(over) -> _ => return,
+        };
+        let Ok(heard) = heard else { return };
+        if send(link, &heard, matches!(heard, ToCoordinator::Take(..))).is_err() {
+            return link.close();
+        }
+    }
 }
 
 fn obey(host: &Arc<Host>, message: ToMember, reply: &Reply) {

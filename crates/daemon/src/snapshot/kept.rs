@@ -2,7 +2,6 @@
 //! reports back. The keeper carries them out as a daemon does; of one that has begun, its daemon may die.
 
 use super::prepare::member_of;
-use super::succeed;
 use crate::arrivals::Arrival;
 use crate::containment::spawn_for_request;
 use crate::host::{Host, internal};
@@ -10,6 +9,7 @@ use crate::keeper::order::{self, Order as KeepersOrder};
 use crate::keeper::start::reap;
 use crate::vm::Vm;
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
 use std::os::unix::net::UnixStream;
 use std::process::Child;
@@ -20,20 +20,15 @@ use understudy_cluster::messages::{Reply, RestoreTask, SavedVm, ToCoordinator, T
 use understudy_protocol::VmName;
 use understudy_report::error::HostError;
 use understudy_snapshot::{Member, Order, Report};
-use understudy_threads::{Mutex, lock};
 
 /// Orders and reports are small: a process that does not take one for so long hangs.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A restore in a keeper, as its daemon has it.
-pub struct KeptRestore {
+pub(super) struct KeptRestore {
     id: String,
-    member: Member,
-    state: Mutex<State>,
-}
-
-struct State {
     way: Way,
+    /// Whoever is to hear of it: the coordinator that asked last.
     reply: Reply,
 }
 
@@ -42,61 +37,41 @@ enum Way {
     /// The keeper is being started. They are said again.
     Beginning,
     /// Orders go there.
-    Open(UnixStream),
+    Open(Arc<UnixStream>),
     /// Answer to all of them.
     Over(Report),
 }
 
-impl KeptRestore {
-    fn new(task: &RestoreTask, reply: &Reply) -> Arc<KeptRestore> {
-        let state = State { way: Way::Beginning, reply: reply.clone() };
-        let (id, member, state) = (task.id.clone(), task.member, Mutex::new(state));
-        Arc::new(KeptRestore { id, member, state })
-    }
+/// What an order meets.
+enum Met {
+    /// The restore that it is about: it goes there.
+    Keeper(Arc<UnixStream>),
+    /// The same, which answers itself.
+    Answer(Report),
+    /// Another restore of the VM.
+    Other {
+        id: String,
+        is_over: bool,
+    },
+    Nothing,
+}
 
-    fn tell(&self, task: RestoreTask, order: Order, reply: &Reply) {
-        let mut state = lock(&self.state);
-        state.reply = reply.clone();
-        match &mut state.way {
-            Way::Beginning => self.report(&state, Report::Loading { pages: 0 }),
-            Way::Open(keeper) => say(keeper, &ToMember::Restore(task, order)),
-            Way::Over(report) => {
-                let report = report.clone();
-                self.report(&state, report);
-            }
-        }
+/// The VM's restore meets an order, whose reports go to `reply`.
+fn meet(kept: &mut BTreeMap<VmName, KeptRestore>, vm: &VmName, id: &str, reply: &Reply) -> Met {
+    let Some(known) = kept.get_mut(vm) else { return Met::Nothing };
+    if known.id != id {
+        return Met::Other { id: known.id.clone(), is_over: matches!(known.way, Way::Over(_)) };
     }
-
-    fn is_over(&self) -> bool {
-        matches!(lock(&self.state).way, Way::Over(_))
-    }
-
-    fn report(&self, state: &State, report: Report) {
-        (state.reply)(ToCoordinator::Restore(self.member, report));
-    }
-
-    /// Orders go to the keeper from now on; this is the first.
-    fn open(&self, keeper: &UnixStream, first: &ToMember) {
-        let mut state = lock(&self.state);
-        match keeper.try_clone() {
-            Ok(mut keeper) => {
-                say(&mut keeper, first);
-                state.way = Way::Open(keeper);
-            }
-            // It hears nothing, and ends.
-            Err(error) => warn!("the keeper that is to restore a VM is not told: {error}"),
-        }
-    }
-
-    fn end(&self, report: Report) {
-        let mut state = lock(&self.state);
-        state.way = Way::Over(report.clone());
-        self.report(&state, report);
+    known.reply = reply.clone();
+    match &known.way {
+        Way::Beginning => Met::Answer(Report::Loading { pages: 0 }),
+        Way::Open(keeper) => Met::Keeper(keeper.clone()),
+        Way::Over(report) => Met::Answer(report.clone()),
     }
 }
 
 /// Says something; what cannot be said any more is noticed by whoever listens.
-fn say(to: &mut UnixStream, what: &impl Serialize) {
+fn say(to: &UnixStream, what: &impl Serialize) {
     if let Err(error) = order::say(to, what) {
         debug!("the other process does not hear of a restore: {error}");
     }
@@ -115,30 +90,41 @@ impl Host {
         let begins = matches!(order, Order::Load { .. }) && self.orphans.why(&vm).is_none();
         let by_itself = task.group.vms.len() == 1 && self.group_of(&vm).is_none();
         let may_begin = begins && by_itself && self.starts_in_keeper(&vm);
+        let member = task.member;
+        let answer = |report| reply(ToCoordinator::Restore(member, report));
         loop {
-            let former = self.snapshots.look(|known| known.kept.get(&vm).cloned());
-            match &former {
-                Some(known) if known.id == task.id => {
-                    known.tell(task, order, reply);
+            let met = self.snapshots.note(|known| meet(&mut known.kept, &vm, &task.id, reply));
+            let former = match met {
+                Met::Keeper(keeper) => {
+                    say(&keeper, &ToMember::Restore(task, order));
+                    return None;
+                }
+                Met::Answer(report) => {
+                    answer(report);
                     return None;
                 }
                 _ if !may_begin => return Some((task, order)),
                 // Its keeper is there, and gets its orders over this way alone.
-                Some(former) if !former.is_over() && self.keeper_of(&vm).is_some() => {
+                Met::Other { is_over: false, .. } if self.keeper_of(&vm).is_some() => {
                     let why = "a keeper of it, which restores it or has restored it, is there: stop it first";
-                    let failed = Report::Failed { why: why.to_owned() };
-                    reply(ToCoordinator::Restore(task.member, failed));
+                    answer(Report::Failed { why: why.to_owned() });
                     return None;
                 }
-                _ => {}
-            }
-            let restore = KeptRestore::new(&task, reply);
-            let is_first = self
-                .snapshots
-                .note(|known| succeed(&mut known.kept, &vm, former.as_ref(), &restore));
+                Met::Other { id, .. } => Some(id),
+                Met::Nothing => None,
+            };
+            let next =
+                KeptRestore { id: task.id.clone(), way: Way::Beginning, reply: reply.clone() };
+            let (is_first, _former) = self.snapshots.note(|known| {
+                let is_there = known.kept.get(&vm).map(|known| &known.id) == former.as_ref();
+                (is_there, if is_there { known.kept.insert(vm.clone(), next) } else { Some(next) })
+            });
             if is_first {
                 let host = Arc::downgrade(self);
-                spawn_for_request("restore-kept", move || run(&host, &restore, task, order));
+                let reply = reply.clone();
+                spawn_for_request("restore-kept", move || {
+                    Run::new(&host, &task, reply).run(task, order)
+                });
                 return None;
             }
         }
@@ -167,10 +153,10 @@ impl Host {
     /// Obeys what the daemon hands on about the VM that this process keeps, for as long as it lives.
     pub(crate) fn follow_restore(self: &Arc<Self>, daemon: UnixStream) -> Result<(), HostError> {
         daemon.set_write_timeout(Some(WRITE_TIMEOUT)).map_err(internal)?;
-        let answers = Mutex::new(daemon.try_clone().map_err(internal)?);
+        let answers = daemon.try_clone().map_err(internal)?;
         let reply: Reply = Arc::new(move |heard| {
             if let ToCoordinator::Restore(_, report) = heard {
-                say(&mut lock(&answers), &report);
+                say(&answers, &report);
             }
         });
         let host = Arc::downgrade(self);
@@ -179,61 +165,94 @@ impl Host {
     }
 }
 
-/// Runs until the keeper has ended.
-fn run(host: &Weak<Host>, restore: &KeptRestore, task: RestoreTask, order: Order) {
-    let vm = task.vm().clone();
-    let begun = match host.upgrade() {
-        Some(host) => host.begin_kept_restore(&task),
-        None => return,
-    };
-    let (process, arrival, keeper) = match begun {
-        Ok(begun) => begun,
-        Err(error) => return restore.end(Report::Failed { why: format!("{error:#}") }),
-    };
-    restore.open(&keeper, &ToMember::Restore(task, order));
-    let last = relay(host, restore, &arrival, keeper);
-    reap(process, &vm);
-    drop(arrival);
-    restore.end(match last {
-        Some(end @ (Report::Failed { .. } | Report::Aborted)) => end,
-        _ => Report::Failed { why: "its keeper has ended".to_owned() },
-    });
+/// A restore in a keeper, for the thread that sees to it.
+struct Run {
+    host: Weak<Host>,
+    vm: VmName,
+    id: String,
+    member: Member,
+    /// Hears of it when another restore of the VM has come meanwhile.
+    first: Reply,
 }
 
-/// Reports what the keeper reports, until that ends; returns the last.
-fn relay(
-    host: &Weak<Host>,
-    restore: &KeptRestore,
-    arrival: &Arrival,
-    keeper: UnixStream,
-) -> Option<Report> {
-    let mut last = None;
-    // An error is its end, too.
-    for line in BufReader::new(keeper).lines().map_while(Result::ok) {
-        let report: Report = match serde_json::from_str(&line) {
-            Ok(report) => report,
-            Err(error) => {
-                warn!(vm = %arrival.vm(), "its keeper's reports are not understood: {error}");
-                break;
-            }
+impl Run {
+    fn new(host: &Weak<Host>, task: &RestoreTask, first: Reply) -> Run {
+        let (vm, id) = (task.vm().clone(), task.id.clone());
+        Run { host: host.clone(), vm, id, member: task.member, first }
+    }
+
+    /// Runs until the keeper has ended.
+    fn run(&self, task: RestoreTask, order: Order) {
+        let Some(host) = self.host.upgrade() else { return };
+        let begun = host.begin_kept_restore(&task);
+        drop(host);
+        let (process, arrival, keeper) = match begun {
+            Ok((process, arrival, keeper)) => (process, arrival, Arc::new(keeper)),
+            Err(error) => return self.end(Report::Failed { why: format!("{error:#}") }),
         };
-        arrival.goes_to_keeper();
-        if let (Report::StartFin | Report::RestoreFin, Some(host)) = (&report, host.upgrade()) {
-            host.forget_fenced(arrival.vm());
-        }
-        let state = lock(&restore.state);
-        restore.report(
-            &state,
-            match &report {
+        // Before any other order.
+        say(&keeper, &ToMember::Restore(task, order));
+        self.goes(Way::Open(keeper.clone()));
+        let last = self.relay(&arrival, &keeper);
+        reap(process, &self.vm);
+        drop(arrival);
+        self.end(match last {
+            Some(end @ (Report::Failed { .. } | Report::Aborted)) => end,
+            _ => Report::Failed { why: "its keeper has ended".to_owned() },
+        });
+    }
+
+    /// Works with what the host knows of it, if it still does.
+    fn known<T>(&self, work: impl FnOnce(&mut KeptRestore) -> T) -> Option<T> {
+        let host = self.host.upgrade()?;
+        host.snapshots.note(|known| {
+            let known = known.kept.get_mut(&self.vm).filter(|known| known.id == self.id)?;
+            Some(work(known))
+        })
+    }
+
+    /// Orders go this way from now on.
+    fn goes(&self, way: Way) {
+        let _former = self.known(|known| std::mem::replace(&mut known.way, way));
+    }
+
+    fn report(&self, report: Report) {
+        let reply = self.known(|known| known.reply.clone());
+        reply.as_ref().unwrap_or(&self.first)(ToCoordinator::Restore(self.member, report));
+    }
+
+    fn end(&self, report: Report) {
+        self.goes(Way::Over(report.clone()));
+        self.report(report);
+    }
+
+    /// Reports what the keeper reports, until that ends; returns the last.
+    fn relay(&self, arrival: &Arrival, keeper: &UnixStream) -> Option<Report> {
+        let mut last = None;
+        // An error is its end, too.
+        for line in BufReader::new(keeper).lines().map_while(Result::ok) {
+            let report: Report = match serde_json::from_str(&line) {
+                Ok(report) => report,
+                Err(error) => {
+                    warn!(vm = %self.vm, "its keeper's reports are not understood: {error}");
+                    break;
+                }
+            };
+            arrival.goes_to_keeper();
+            if let (Report::StartFin | Report::RestoreFin, Some(host)) =
+                (&report, self.host.upgrade())
+            {
+                host.forget_fenced(&self.vm);
+            }
+            self.report(match &report {
                 // It may be tried again as soon as that is known: its keeper is to have ended by then.
                 Report::Failed { .. } | Report::Aborted => Report::Ending,
                 other => other.clone(),
-            },
-        );
-        drop(state);
-        last = Some(report);
+            });
+            last = Some(report);
+        }
+        last
     }
-    last
 }
 
 impl Host {

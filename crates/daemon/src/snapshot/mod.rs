@@ -95,7 +95,7 @@ pub(crate) struct Known {
     takings: BTreeMap<VmName, Arc<Taking>>,
     restorings: BTreeMap<VmName, Arc<Restoring>>,
     /// Restores in keepers.
-    kept: BTreeMap<VmName, Arc<KeptRestore>>,
+    kept: BTreeMap<VmName, KeptRestore>,
     members: BTreeMap<VmName, Arc<MemberSeat>>,
     /// The last number and incarnation of each group that this host has heard of.
     groups: BTreeMap<GroupName, (SnapshotNumber, Incarnation)>,

@@ -44,7 +44,7 @@ pub(super) fn describe_session(status: &mut VmStatus, session: &primary::Session
         status.held_console_bytes = console.map(|console| console.held_bytes() as u64);
         status.inbound = Some(session.inbound.report());
         status.outbound = Some(session.outbound.report());
-        status.throttle = Some(session.pace.report());
+        status.throttle = Some(session.stats.throttle());
         status.lockstep = lockstep_report(session, status.held_frames);
         status.paths = session.paths.report();
         status.bandwidth_bytes_per_second = session.stats.bandwidth();

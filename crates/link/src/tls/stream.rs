@@ -2,7 +2,8 @@
 //!
 //! The TLS state has one lock, held only to seal and open: never during a
 //! system call on the socket, or a full send buffer would keep acknowledgements
-//! from being read. Whoever reads has the buffer for what comes meanwhile.
+//! from being read. Whoever reads has the buffer for what comes meanwhile, and whoever
+//! writes that for what goes.
 
 use super::{explain, names};
 use crate::link::{Next, write_all};
@@ -35,8 +36,6 @@ pub struct NotTls;
 /// The TLS state of a connection; the socket stays its owner's.
 pub struct TlsStream {
     state: Mutex<State>,
-    /// The writer's, with what waits for the next message: held until what was sealed is on its way, in order.
-    outgoing: Mutex<Vec<u8>>,
     /// Certificate of the peer, and those between it and the authority's, as it shows them.
     peer: Vec<CertificateDer<'static>>,
 }
@@ -45,6 +44,8 @@ struct State {
     connection: Connection,
     /// What came from the socket and is not opened yet; none while somebody reads more.
     incoming: Option<Incoming>,
+    /// What is sealed and waits for the next message; none while somebody writes, so that all goes in order.
+    outgoing: Option<Vec<u8>>,
 }
 
 struct Incoming {
@@ -67,11 +68,8 @@ impl TlsStream {
         let shown = connection.peer_certificates().filter(|chain| !chain.is_empty());
         let peer = shown.context("the peer shows no certificate")?.to_vec();
         let incoming = Incoming { bytes: vec![0; READ_BYTES], next: 0, end: 0 };
-        Ok(TlsStream {
-            state: Mutex::new(State { connection, incoming: Some(incoming) }),
-            outgoing: Mutex::new(Vec::new()),
-            peer,
-        })
+        let state = State { connection, incoming: Some(incoming), outgoing: Some(Vec::new()) };
+        Ok(TlsStream { state: Mutex::new(state), peer })
     }
 
     /// An error unless the peer's certificate is this host's.
@@ -117,21 +115,33 @@ impl TlsStream {
             && opened.is_ok_and(|opened| opened.plaintext_bytes_to_read() == 0)
     }
 
-    /// Writes everything; a small rest waits for what comes [next](Next::Message).
+    /// Writes everything; a small rest waits for what comes [next](Next::Message). One thread at a time.
     pub fn write_all(
         &self,
         socket: &TcpStream,
         slices: &[IoSlice<'_>],
         next: Next,
     ) -> io::Result<()> {
-        let mut outgoing = lock(&self.outgoing);
+        let mut outgoing = lock(&self.state).outgoing.take().ok_or_else(another_writes)?;
+        let written = self.write_with(&mut outgoing, socket, slices, next);
+        lock(&self.state).outgoing = Some(outgoing);
+        written
+    }
+
+    fn write_with(
+        &self,
+        outgoing: &mut Vec<u8>,
+        socket: &TcpStream,
+        slices: &[IoSlice<'_>],
+        next: Next,
+    ) -> io::Result<()> {
         let mut batch = Vec::with_capacity(slices.len());
         let mut bytes = 0;
         for slice in slices {
             for piece in slice.chunks(SEAL_BYTES) {
                 if bytes + piece.len() > SEAL_BYTES {
-                    self.seal(&batch, &mut outgoing)?;
-                    flush(socket, &mut outgoing, next)?;
+                    self.seal(&batch, outgoing)?;
+                    flush(socket, outgoing, next)?;
                     batch.clear();
                     bytes = 0;
                 }
@@ -139,11 +149,11 @@ impl TlsStream {
                 bytes += piece.len();
             }
         }
-        self.seal(&batch, &mut outgoing)?;
+        self.seal(&batch, outgoing)?;
         if next == Next::Message && outgoing.len() <= MOST_WAITING {
             return Ok(());
         }
-        flush(socket, &mut outgoing, next)
+        flush(socket, outgoing, next)
     }
 
     /// Seals small parts together: each record costs some time and bytes of its own.
@@ -187,6 +197,10 @@ fn flush(socket: &TcpStream, outgoing: &mut Vec<u8>, next: Next) -> io::Result<(
 
 fn another_reads() -> io::Error {
     io::Error::other("another thread reads this connection")
+}
+
+fn another_writes() -> io::Error {
+    io::Error::other("another thread writes to this connection")
 }
 
 fn bytes_of(batch: &[IoSlice<'_>]) -> usize {

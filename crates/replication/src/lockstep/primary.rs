@@ -14,6 +14,7 @@ use super::writes::Writes;
 use super::{Rate, be_urgent};
 use crate::clock;
 use crate::primary::Session;
+use crate::primary::pace::{GuestPace, Outruns};
 use anyhow::Context;
 use batches::{fill_in_a_test, send_reads};
 use nix::errno::Errno;
@@ -139,13 +140,17 @@ impl Recording {
         Duration::from_micros(lock(&self.flow).progress.lag_us)
     }
 
-    /// The backup has executed so much. Gives the part of its processor that the guest may use
-    /// from now on, if that changes.
-    pub fn progressed(&self, progress: LogProgress) -> Option<f64> {
+    /// The backup has executed so much. True if the guest may use another part of its processor from now on.
+    pub fn progressed(&self, progress: LogProgress) -> bool {
         let mut flow = lock(&self.flow);
         flow.progress = progress;
         let lag = Duration::from_micros(progress.lag_us);
-        flow.pace.reported(lag, clock::now()).then(|| flow.pace.share())
+        flow.pace.reported(lag, clock::now())
+    }
+
+    /// The part of its processor that the guest may use, so that its backup keeps up.
+    fn share(&self) -> f64 {
+        lock(&self.flow).pace.share()
     }
 
     /// Whether somebody waits for an acknowledgement, or for the backup.
@@ -188,17 +193,19 @@ pub fn run(
     session: &Session,
     machine: &Machine,
     recording: &Arc<Recording>,
+    pace: &mut GuestPace<'_>,
 ) -> anyhow::Result<Followed> {
     let batches = Batches::new(session, machine, recording)?;
     let ringing = machine.doorbell().listen().context("cannot make an eventfd")?;
     be_urgent();
     recording.begin();
     // What the first synchronisation asked for has ended with it.
-    session.pace.limit(1.0);
+    pace.set(1.0, Outruns::Backup);
     let cutter = Cutter {
         session,
         machine,
         recording,
+        pace,
         batches,
         ringing,
         log_since: None,
@@ -277,10 +284,11 @@ enum Turn {
 }
 
 /// Decides when a batch is cut.
-struct Cutter<'a> {
+struct Cutter<'a, 'p> {
     session: &'a Session,
     machine: &'a Machine,
     recording: &'a Recording,
+    pace: &'a mut GuestPace<'p>,
     batches: Batches<'a>,
     ringing: Ringing<'a>,
     /// Time since which there has been log that nobody has read.
@@ -289,7 +297,7 @@ struct Cutter<'a> {
     cut_at: Instant,
 }
 
-impl Cutter<'_> {
+impl Cutter<'_, '_> {
     fn follow(mut self) -> anyhow::Result<Followed> {
         loop {
             match self.next()? {
@@ -315,6 +323,7 @@ impl Cutter<'_> {
             if !matches!(self.session.phase(), PrimaryPhase::Syncing | PrimaryPhase::Protected) {
                 return Ok(Turn::End);
             }
+            self.pace.set(self.recording.share(), Outruns::Backup);
             let must_wait = self.must_wait();
             self.recording.blocked.store(must_wait, Ordering::Release);
             if must_wait {
@@ -390,14 +399,16 @@ impl Cutter<'_> {
     fn hand_over(&mut self) -> anyhow::Result<()> {
         // So that there is room for what stopping logs.
         self.cut()?;
+        // The guest does not run on here; on an error it has no limit any more.
+        let lifted = self.pace.lift();
+        self.machine.pass_on();
         let position = {
-            let _full_speed = self.session.pace.lift();
-            self.machine.pass_on();
             let mut monitor = self.machine.monitor();
             let mut pause = pause_at_end(self.machine, &mut monitor, &mut self.batches)?;
             // The backup has a state of its own; but the log ends where this one was saved.
             pause.saved(&mut Vec::new())?
         };
+        self.pace.restore(lifted);
         self.batches.cut_last(position)?;
         info!(vm = %self.session.vm, "the last of the log is on its way");
         self.session.await_hand_over();

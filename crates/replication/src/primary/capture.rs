@@ -3,6 +3,7 @@
 
 use super::due::Step;
 use super::keep::Closing;
+use super::pace::{GuestPace, Outruns};
 mod synchronisation;
 mod turns;
 
@@ -103,6 +104,7 @@ struct Capturer<'a> {
     closing: Option<Closing>,
     /// Bytes that the guest had sent and was given when the last epoch was closed.
     carried_bytes: u64,
+    pace: GuestPace<'a>,
     /// Urgency of QEMU's threads; none where the system does not allow it.
     urgency: Option<Urgency>,
 }
@@ -128,6 +130,7 @@ impl<'a> Capturer<'a> {
             scanned: clock::now(),
             closing: None,
             carried_bytes: session.carried(),
+            pace: GuestPace::new(&session.vm, machine.qemu_pid(), &session.stats),
             urgency: urgency(session, machine),
         })
     }
@@ -186,13 +189,13 @@ impl<'a> Capturer<'a> {
         // The end of a log must go before all pages.
         let precopied_pages = if cut == Cut::LogEnds { 0 } else { self.precopy(epoch)? };
         self.session.group.meet(self.session, || ())?;
-        let vcpu_percent = self.session.pace.report().vcpu_percent;
+        let vcpu_percent = self.pace.percent();
         let mut timing =
             CheckpointTiming { epoch, precopied_pages, vcpu_percent, ..Default::default() };
         // A medium that is changed meanwhile has nothing to flush.
         let disks = self.machine.disks();
         disks.iter().for_each(|disk| disk.begin_checkpoint());
-        let unlimited = self.session.pace.lift();
+        let lifted = self.pace.lift();
         let urgent = self.urgency.take();
         let guard = urgent.as_ref().map(Urgency::begin);
         self.session.inbound.begin_epoch(epoch.next());
@@ -209,17 +212,16 @@ impl<'a> Capturer<'a> {
             timing.total_ms = milliseconds(watch.now - watch.started);
             self.session.note_resumed();
             self.last_pages = timing.pages + timing.precopied_pages;
-            self.session.stats.captured(timing, watch.now);
-            self.session.pace.captured(epoch, self.last_pages, began);
+            self.session.stats.captured(timing, began, watch.now);
             self.queue(epoch, cut, stopped);
         });
         drop(guard);
         self.urgency = urgent;
-        drop(unlimited);
+        self.pace.restore(lifted);
         disks.iter().for_each(|disk| disk.end_checkpoint());
         queued?;
         // The kernel takes no thread into a limited group that goes before others.
-        self.session.pace.follow();
+        self.pace.set(self.session.stats.share(), Outruns::Link);
         let carried = self.session.carried();
         let checkpoint = LastCheckpoint {
             started: watch.started,
@@ -242,15 +244,16 @@ impl<'a> Capturer<'a> {
     /// Looks how much the guest has written, and cuts its epoch short if it is too much.
     fn look(&mut self) -> anyhow::Result<()> {
         let dirty = self.tracker.count()?;
-        if self.session.pace.looked(dirty) {
+        if self.session.stats.looked(dirty) {
             self.session.cut_short();
         }
+        self.pace.set(self.session.stats.share(), Outruns::Link);
         Ok(())
     }
 
     fn precopy(&mut self, epoch: Epoch) -> anyhow::Result<u64> {
         // A guess, which spares a scan.
-        if self.last_pages < PRECOPY_PAGES || !self.session.pace.may_precopy(0, &[]) {
+        if self.last_pages < PRECOPY_PAGES || !self.session.stats.may_precopy(0, &[]) {
             return Ok(0);
         }
         let mut sent = Vec::new();
@@ -259,7 +262,7 @@ impl<'a> Capturer<'a> {
             let written_for = began - std::mem::replace(&mut self.scanned, began);
             self.tracker.scan_before(&mut self.dirty)?;
             let found = self.dirty.pages();
-            if !self.session.pace.may_precopy(found, &sent) {
+            if !self.session.stats.may_precopy(found, &sent) {
                 // No scan will find them any more.
                 self.carried.append(&self.dirty);
                 break;

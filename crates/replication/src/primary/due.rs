@@ -30,7 +30,7 @@ impl Session {
                 Ok(step) => return step,
                 Err(wait) => wait,
             };
-            if let Some(look) = self.pace.next_look() {
+            if let Some(look) = self.stats.next_look() {
                 if look.is_zero() {
                     return Step::Look;
                 }

@@ -23,7 +23,7 @@ mod mirror;
 mod mode;
 mod offer;
 mod outbound;
-mod pace;
+pub(crate) mod pace;
 mod present;
 mod progress;
 mod receive;
@@ -63,7 +63,6 @@ use anyhow::Context;
 use crossbeam_channel::Receiver;
 use dialler::Dialler;
 use offer::{Taken, await_ready, offer};
-use pace::Pace;
 use present::Present;
 use progress::Progress;
 use references::References;
@@ -202,10 +201,9 @@ pub fn protect(
         references: references(&plan.encoding, plan.mode),
         policy: plan.policy,
         encoding: plan.encoding,
-        stats: Stats::new(plan.meters.of(vm)),
+        stats: Stats::new(plan.meters.of(vm), &plan.policy),
         progress: Progress::new(),
         events: plan.events,
-        pace: Pace::new(vm, machine.qemu_pid(), &plan.policy),
         outbox,
         inbound,
         outbound: outbound::Outbound::default(),
@@ -305,7 +303,6 @@ fn recording(machine: &Arc<Machine>, plan: &Plan) -> Option<Arc<Recording>> {
 
 fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
     let captured = capture::run(session);
-    session.pace.end();
     if let Err(error) = captured {
         forget_log(session);
         let reason = format!("cannot take a checkpoint: {error:#}");

@@ -62,7 +62,6 @@ impl Session {
 
     /// The VM goes on in this machine; on an error it does not run.
     pub(super) fn moved(&self, next: &Arc<Machine>) -> anyhow::Result<()> {
-        self.pace.moved(next.qemu_pid());
         let watch = Watch::new(next)?;
         // Under the core's lock: whoever is told to halt the machine halts this one.
         let core = self.group.core();

@@ -96,10 +96,8 @@ fn log_of(session: &Session, said: Kind) -> anyhow::Result<Option<Arc<Recording>
 
 fn progressed(session: &Session, recording: &Recording, progress: LogProgress) {
     session.work.executed(progress.position);
-    if let Some(share) = recording.progressed(progress) {
-        session.pace.limit(share);
-    }
-    if recording.is_blocked() {
+    let other_pace = recording.progressed(progress);
+    if other_pace || recording.is_blocked() {
         session.group.ring();
     }
 }

@@ -5,7 +5,6 @@ use super::group::Group;
 use super::headway::Work;
 use super::inbound::{self, Inbound};
 use super::outbound::Outbound;
-use super::pace::Pace;
 use super::present::Present;
 use super::progress::Progress;
 use super::references::References;
@@ -71,8 +70,6 @@ pub struct Session {
     pub(super) rounds: Mutex<Rounds>,
     /// The measurements.
     pub stats: Stats,
-    /// The pace at which the guest may run.
-    pub pace: Pace,
     /// The log to which what happens to the VM is told.
     pub(super) events: VmEvents,
     /// The first synchronisation.
@@ -268,7 +265,6 @@ impl Session {
                 }
                 if self.is_checkpoint(epoch) {
                     self.stats.committed(epoch, committed);
-                    self.pace.committed(epoch, committed);
                 }
             }
             &PrimaryAction::Permit(length) => {

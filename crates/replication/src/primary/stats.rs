@@ -1,14 +1,15 @@
 //! The measurements of a session: the last checkpoints and the bytes sent.
 
 use super::link_speed::LinkSpeed;
+use super::pace::Limit;
 use crate::clock;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use understudy_encoding::{Counters, Methods};
-use understudy_protocol::{Epoch, Time};
+use understudy_protocol::{Epoch, Policy, Throttle, Time};
 use understudy_report::meters::VmMeters;
-use understudy_report::{CheckpointTiming, OutputReport, PauseReport};
+use understudy_report::{CheckpointTiming, OutputReport, PauseReport, ThrottleReport};
 use understudy_threads::{Mutex, lock};
 
 /// Checkpoints whose timings are kept.
@@ -26,9 +27,12 @@ pub struct Stats {
     inner: Mutex<Inner>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Inner {
     link: LinkSpeed,
+    throttle: Throttle,
+    /// The guest's speed, as it is.
+    limit: Limit,
     encoding: (Counters, Methods),
     timings: VecDeque<CheckpointTiming>,
     resumed: VecDeque<(Epoch, Time)>,
@@ -51,9 +55,23 @@ struct Sample {
 }
 
 impl Stats {
-    /// Measurements that add to these meters.
-    pub fn new(meters: VmMeters) -> Stats {
-        Stats { meters, bytes_sent: AtomicU64::default(), inner: Mutex::default() }
+    /// Measurements of a session under `policy`, which add to these meters.
+    pub fn new(meters: VmMeters, policy: &Policy) -> Stats {
+        let inner = Inner {
+            link: LinkSpeed::default(),
+            throttle: Throttle::new(policy.transfer_target()),
+            limit: Limit::NONE,
+            encoding: Default::default(),
+            timings: VecDeque::new(),
+            resumed: VecDeque::new(),
+            committed: 0,
+            longest_pause_ms: 0.0,
+            written_pages: 0,
+            committed_from: None,
+            committed_at: None,
+            samples: VecDeque::new(),
+        };
+        Stats { meters, bytes_sent: AtomicU64::default(), inner: Mutex::new(inner) }
     }
 
     /// Bytes left for the backup.
@@ -82,11 +100,13 @@ impl Stats {
         lock(&self.inner).encoding
     }
 
-    /// A checkpoint's pause ended at `resumed`.
-    pub fn captured(&self, timing: CheckpointTiming, resumed: Time) {
+    /// A checkpoint's pause ended at `resumed`; the first of its pages were queued at `began`.
+    pub fn captured(&self, timing: CheckpointTiming, began: Time, resumed: Time) {
         self.meters.captured(&timing);
+        let pages = timing.pages + timing.precopied_pages;
         let mut inner = lock(&self.inner);
-        inner.written_pages += timing.pages + timing.precopied_pages;
+        inner.throttle.captured(timing.epoch, pages, began);
+        inner.written_pages += pages;
         inner.longest_pause_ms = inner.longest_pause_ms.max(timing.total_ms);
         inner.resumed.push_back((timing.epoch, resumed));
         if inner.timings.len() == KEPT_TIMINGS {
@@ -99,6 +119,7 @@ impl Stats {
     pub fn committed(&self, epoch: Epoch, now: Time) {
         let mut inner = lock(&self.inner);
         inner.link.acknowledged(epoch, now);
+        inner.throttle.committed(epoch, now);
         let before = inner.committed;
         while let Some(&(first, resumed)) = inner.resumed.front() {
             if first > epoch {
@@ -117,6 +138,42 @@ impl Stats {
             if let Some(last) = inner.committed_at.replace(now) {
                 self.meters.commit_gaps.observe((now - last).as_secs_f64());
             }
+        }
+    }
+
+    /// The part of its processors that the guest may have, so that the link carries what it writes.
+    pub fn share(&self) -> f64 {
+        lock(&self.inner).throttle.share()
+    }
+
+    /// The time to wait before somebody looks how much the guest has written, if at all.
+    pub fn next_look(&self) -> Option<Duration> {
+        lock(&self.inner).throttle.next_look(clock::now())
+    }
+
+    /// The guest has written `dirty` pages so far; true if its epoch is to be cut short.
+    pub fn looked(&self, dirty: u64) -> bool {
+        lock(&self.inner).throttle.looked(dirty, clock::now())
+    }
+
+    /// Whether pages may be sent before the pause; see [`Throttle::may_precopy`].
+    pub fn may_precopy(&self, found: u64, before: &[u64]) -> bool {
+        lock(&self.inner).throttle.may_precopy(found, before)
+    }
+
+    /// The guest has this speed.
+    pub fn limited(&self, limit: Limit) {
+        lock(&self.inner).limit = limit;
+    }
+
+    /// How far the guest is slowed down, for `status`.
+    pub fn throttle(&self) -> ThrottleReport {
+        let inner = lock(&self.inner);
+        ThrottleReport {
+            vcpu_percent: inner.limit.percent,
+            unavailable: inner.limit.unavailable.clone(),
+            cut_short: inner.throttle.cut_short(),
+            link_pages_per_second: inner.throttle.capacity(),
         }
     }
 
@@ -231,7 +288,7 @@ mod tests {
     #[test]
     fn output_waits_until_its_checkpoint_and_until_its_commit() {
         let meters = Meters::default();
-        let stats = Stats::new(meters.of(&literal("db")));
+        let stats = Stats::new(meters.of(&literal("db")), &Policy::default());
         let at = |ms| Time(Duration::from_millis(ms));
         assert_eq!(stats.output_wait(), None);
         for (epoch, waited) in [(1, None), (2, Some(4.0)), (3, Some(6.0)), (4, Some(50.0))] {
@@ -242,7 +299,7 @@ mod tests {
                 output_waited_ms: waited,
                 ..Default::default()
             };
-            stats.captured(timing, at(10));
+            stats.captured(timing, at(9), at(10));
             if epoch < Epoch(4) {
                 stats.committed(epoch, at(12));
             }

@@ -5,6 +5,7 @@ use super::{Capturer, Cut, End, Moved};
 use crate::lockstep;
 use crate::lockstep::primary::{Batches, Followed, Recording};
 use crate::messages::Piece;
+use crate::primary::pace::Outruns;
 use crate::primary::send::Outgoing;
 use crate::primary::{Next, inbound, mirror};
 use anyhow::Context;
@@ -52,10 +53,10 @@ impl Capturer<'_> {
     fn move_into(&mut self, next: Next) -> anyhow::Result<DirtySet> {
         let session = self.session;
         next.machine.track()?.tracker().arm()?;
-        let unlimited = session.pace.lift();
+        let lifted = self.pace.lift();
         let (tracker, dirty) = (&mut self.tracker, &mut self.dirty);
         let moved = hand_over(self.machine, &next.machine, || tracker.scan(dirty));
-        drop(unlimited);
+        self.pace.restore(lifted);
         if let Err(error) = moved {
             // Nobody else will find them any more.
             self.carried.append(&self.dirty);
@@ -93,7 +94,8 @@ impl Capturer<'_> {
     pub(super) fn follow(&mut self, recording: &Arc<Recording>) -> anyhow::Result<Followed> {
         self.compare(recording)?;
         loop {
-            let followed = lockstep::primary::run(self.session, self.machine, recording)?;
+            let followed =
+                lockstep::primary::run(self.session, self.machine, recording, &mut self.pace)?;
             if followed == Followed::ToTheEnd || self.turn_to_checkpoints()? {
                 return Ok(followed);
             }
@@ -118,7 +120,7 @@ impl Capturer<'_> {
         if begun.is_none() {
             return Ok(false);
         }
-        session.pace.limit(1.0);
+        self.pace.set(1.0, Outruns::Backup);
         // What the backup's guest has written too.
         self.tracker.scan(&mut self.dirty)?;
         self.carried.clear();
