@@ -228,6 +228,16 @@ impl Lab {
         Ok(())
     }
 
+    /// Has the kernel lose, double and delay what a host sends and what it receives, as the words of
+    /// tc's `netem` say.
+    pub fn disturb(&self, host: &str, netem: &[&str]) -> Result<()> {
+        for (namespace, interface) in [(self.host(host)?, UPLINK), (self.switch(), &port(host))] {
+            let device = ["-n", namespace.name(), "qdisc", "replace", "dev", interface];
+            run("tc", &[&device[..], &["root", "netem"], netem].concat())?;
+        }
+        Ok(())
+    }
+
     /// Has a host send what it sends in frames of one segment each, so that each is as long as it is
     /// on a wire. For connections that begin from here on.
     pub fn cut_segments(&self, host: &str) -> Result<()> {

@@ -14,6 +14,8 @@ use super::start::reap_aside;
 use crate::arrivals::Arrival;
 use crate::host::{Host, internal};
 use crate::orphans::Between;
+use anyhow::anyhow;
+use std::fs;
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -346,13 +348,17 @@ impl Host {
         let socket = legacy::socket(&name.below(&self.config.state_dir));
         let until = Instant::now() + CUSTODIAN_PATIENCE;
         let mut ended = end_with_custodian(&socket);
-        while ended.is_err() && Instant::now() < until {
+        // As long as its socket is there a keeper is started for the guest, which would say that it is lost.
+        while (ended.is_err() || self.is_left(name)) && Instant::now() < until {
             thread::sleep(CUSTODIAN_PAUSE);
             ended = end_with_custodian(&socket);
         }
+        if ended.is_ok() && self.is_left(name) {
+            ended = Err(anyhow!("it does not end with its QEMU"));
+        }
         ended.map_err(|error| {
             let message =
-                format!("{name}: its guest's custodian cannot be asked: {error:#}; try again");
+                format!("{name}: its guest's custodian cannot be asked, or has not ended: {error:#}; try again");
             HostError::new(ErrorKind::Conflict, message)
         })?;
         let noted = self.records.change(name, |record| {
@@ -377,7 +383,10 @@ fn end_with_custodian(socket: &Path) -> anyhow::Result<()> {
             Ok(())
         }
         Err(error) => match Unfound::of(&error) {
-            Unfound::Ended => Ok(()),
+            Unfound::Ended => match fs::remove_file(socket) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error.into()),
+                _ => Ok(()),
+            },
             Unfound::Never => Custody::end(socket),
             Unfound::Later => Err(error),
         },

@@ -20,6 +20,8 @@ pub const SUBCOMMAND: &str = "custodian";
 
 /// A custodian's life. Its standard input is the socket to the daemon that has started it.
 pub fn run() -> anyhow::Result<()> {
+    #[cfg(feature = "fail-points")]
+    std::mem::forget(fail::FailScenario::setup());
     // A signal from the daemon's terminal is not for it. Fails if it leads a session already.
     let _ = setsid();
     let daemon = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
@@ -30,6 +32,7 @@ pub fn run() -> anyhow::Result<()> {
     let listener =
         listen(&socket).with_context(|| format!("cannot listen at {}", socket.display()))?;
     let kept = Custodian { estate, descriptors, listener, still: None }.keep(daemon);
+    fail::fail_point!("custodian-ends");
     fs::remove_file(&socket).with_context(|| format!("cannot remove {}", socket.display()))?;
     kept
 }

@@ -147,7 +147,7 @@ fn define(scene: &Scene) -> Result<Device> {
 }
 
 /// Defines the guest on what `make` makes of its image.
-fn define_on<D>(
+pub fn define_on<D>(
     scene: &Scene,
     make: impl FnOnce(&Path) -> Result<D>,
     path: impl Fn(&D) -> &str,

@@ -27,6 +27,7 @@
 //! | [`upgrade`] | hosts of two versions |
 //! | [`import`] | guests that libvirt has defined |
 //! | [`block_devices`] | disks on block devices |
+//! | [`faulty_devices`] | devices and wires that fail as the kernel has them fail |
 //! | [`bridges`] | bridges that are made anew under a VM |
 //! | [`full_epochs`] | a guest that writes to its disk without a word |
 //! | [`bulk`]    | bulk transfers on long TCP segments |
@@ -119,6 +120,7 @@ mod disk_reads;
 mod distance;
 mod doctor;
 mod events;
+mod faulty_devices;
 mod fencing;
 mod firmware;
 mod forced_restores;

@@ -6,7 +6,7 @@ use crate::refusals::log_of;
 use crate::snapshot::{json, store};
 use crate::stage::{
     LIMIT, await_forgotten, await_service, close, fail_at, hand_over, play, protection, prove_disk,
-    prove_survival, refusal, restart_daemon,
+    prove_survival, refusal, restart_daemon, vms,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -225,6 +225,25 @@ fn a_guest_that_stands_still_between_two_keepers_is_ended_by_its_operator() {
         scene.start_guest("a")?;
         scene.await_guest()?;
         stop(scene)
+    });
+}
+
+/// Another keeper was started for it meanwhile, found nobody there, and said for good that its guest was lost.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_guest_that_stands_still_is_ended_though_its_custodian_takes_its_time() {
+    let (_dying, mut options) = Dying::at("adopt").expect("a file");
+    pass_too(&mut options, "custodian-ends=sleep(3000)");
+    play(options, |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        scene.host("a")?.cli(["upgrade", "--keepers", VM])?;
+        await_standstill(scene)?;
+        stop(scene)?;
+        // By now its custodian is gone, and with it whoever was started for it.
+        let known = vms(scene.host("a")?)?;
+        ensure!(known.is_empty(), "{known:?}");
+        Ok(())
     });
 }
 
