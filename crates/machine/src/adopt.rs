@@ -327,21 +327,22 @@ impl Machine {
     }
 }
 
-/// The cards, on their taps if these were kept, else on new ones.
+/// The cards, on their taps if these were kept, else on new ones. What the guest had sent is held, and what came for it waits,
+/// until [`Machine::open_network`]: it may be another host's by now.
 fn adopt_ports(
     note: &MachineNote,
     descriptors: &mut Descriptors,
     doorbell: &Arc<Doorbell>,
 ) -> anyhow::Result<Vec<Arc<Port>>> {
     if !note.keeps_taps {
-        let ports = open_ports(&note.definition, Role::Fresh, doorbell)?;
+        let ports = open_ports(&note.definition, Role::Standby, doorbell)?;
         for port in &ports {
             port.adopt_guest(descriptors.array()?).context("cannot serve a card")?;
         }
         return Ok(ports);
     }
     let mut ports = Vec::new();
-    for config in port_configs(&note.definition, Role::Fresh) {
+    for config in port_configs(&note.definition, Role::Standby) {
         let (guest, tap, doorbell) = (descriptors.array()?, descriptors.next()?, doorbell.clone());
         let port = Port::adopt(config, guest, tap, Arc::new(move || doorbell.ring()))?;
         ports.push(Arc::new(port));
