@@ -51,6 +51,7 @@ impl Host {
         if let Some(kept) = &self.keeps {
             kept.note_ending();
         }
+        self.tell_primaries();
         self.await_boot();
         self.orphans.give_up_all();
         let alone = self.without_a_wish();
@@ -70,6 +71,15 @@ impl Host {
         self.membership.leave();
         self.watchdog.end();
         self.events.close();
+    }
+
+    /// Tells the primaries of those that this host backs up that it takes none of them over any more.
+    fn tell_primaries(&self) {
+        for vm in self.vms.all().values() {
+            if let Vm::Backup(session) = vm {
+                session.end_soon();
+            }
+        }
     }
 
     /// Waits for the guests of the last daemon, which end; what holds one, a store say, does not hold this daemon.
@@ -146,6 +156,7 @@ impl Host {
     }
 
     fn end_all_but_primaries(self: &Arc<Self>) {
+        fail::fail_point!("end-backups");
         let names: Vec<VmName> = self.vms.look_at_all(|vms| vms.keys().cloned().collect());
         for name in names {
             let ends = match self.vm(&name) {

@@ -5,6 +5,7 @@ use super::session::Session;
 use crate::clock;
 use crate::membership::Membership;
 use anyhow::ensure;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 use understudy_protocol::HostName;
@@ -18,6 +19,8 @@ pub struct Group {
     pub membership: Membership,
     /// The primary's host name.
     pub primary: HostName,
+    /// Whether this host is about to end.
+    pub(super) ends_soon: AtomicBool,
     core: Mutex<Core>,
 }
 
@@ -67,6 +70,7 @@ impl Group {
         Arc::new(Group {
             membership,
             primary: primary.to_owned(),
+            ends_soon: AtomicBool::new(false),
             core: Mutex::new(Core { standby, sessions: Vec::new() }),
         })
     }

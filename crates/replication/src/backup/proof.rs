@@ -6,6 +6,7 @@
 //! sole owner meanwhile.
 
 use super::session::Session;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
@@ -15,6 +16,9 @@ use understudy_session::backup::Event;
 
 /// The primary believes a proof for 4.5 s ([`crate::primary`]).
 const INTERVAL: Duration = Duration::from_secs(2);
+
+/// The reason why a host that ends takes nobody over.
+const ENDS: &str = "it is shutting down";
 
 /// Asks the host that was the primary who owns the VM; none if it does not say.
 pub type Former = Box<dyn Fn() -> Option<Ownership> + Send + Sync>;
@@ -39,7 +43,8 @@ pub(super) fn run(session: &Weak<Session>) {
                 let proof = membership.prove(&arbiter, &primary);
                 let proof = proof.map_err(|Unreachable(reason)| reason);
                 if let Some(session) = session.upgrade() {
-                    session.event(Event::Proven(proof.and(unconnected)));
+                    let stays = session.stays();
+                    session.event(Event::Proven(stays.and(proof).and(unconnected)));
                 }
             }
             BackupPhase::HandingBack(_) => {}
@@ -74,6 +79,17 @@ fn unconnected(leader: &Session) -> Result<(), String> {
 }
 
 impl Session {
+    /// This host is about to end: from here on no guest is to come here, and none is called protected.
+    pub fn end_soon(&self) {
+        self.group.ends_soon.store(true, Ordering::Release);
+        self.event(Event::Proven(self.stays()));
+    }
+
+    fn stays(&self) -> Result<(), String> {
+        let ends = self.group.ends_soon.load(Ordering::Acquire);
+        if ends { Err(ENDS.to_owned()) } else { Ok(()) }
+    }
+
     /// The reason why this host could not take over, as it last found.
     pub fn obstacle(&self) -> Option<String> {
         self.group.core().standby.obstacle()

@@ -6,7 +6,7 @@ use crate::keepers::{answered, in_keepers};
 use crate::refusals::{log_of, quick};
 use crate::sick_hosts::await_unfit;
 use crate::stage::{
-    Calm, LIMIT, PACE, await_forgotten, await_service, close, hand_over, options, play,
+    Calm, LIMIT, PACE, await_forgotten, await_service, close, fail_at, hand_over, options, play,
     play_protected, protection, prove_disk, prove_survival, refusal, repairing_daemon, run,
 };
 use anyhow::{Context, Result, ensure};
@@ -76,6 +76,24 @@ fn begin_unprotected(scene: &Scene) -> Result<(PathBuf, u64)> {
     let acked = close(client)?;
     ensure!(needs_recovery(&image)?, "a mounted file system shows no journal to replay");
     Ok((image, acked))
+}
+
+/// It was called protected by a host that would have ended the guest which came to it.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_host_that_shuts_down_protects_nobody() {
+    let mut options = options().calm();
+    fail_at(&mut options, "b", "end-backups=sleep(10000)");
+    play_protected(options, |scene, client| {
+        let daemon = scene.host("b")?.pid().to_string();
+        run("kill", &["-TERM", &daemon])?;
+        await_unfit(scene, "it is shutting down")?;
+        let (_, said) = refusal(scene.host("a")?, &["failover", VM])?;
+        ensure!(said.contains("it is shutting down"), "{said}");
+        ensure!(scene.host_mut("b")?.is_running(), "it ended too early to tell");
+        ensure!(scene.host_mut("b")?.terminate()?.success(), "host b did not end in order");
+        prove_survival(scene, client, "a")
+    });
 }
 
 /// The power was cut, the journal was left to be replayed, and the record said "stopped".
