@@ -223,7 +223,7 @@ pub fn accept(
         errands,
         contests,
         waiting: ByteBudget::new(session::WAITING_BYTES),
-        keeper: Arc::new(Keeper::new(plan.stores, plan.store_keys)),
+        keeper: Keeper::new(plan.stores, plan.store_keys),
         rounds: Rounds::of_new_session(),
         received: AtomicU64::new(0),
         worked: AtomicU64::new(0),
@@ -236,6 +236,7 @@ pub fn accept(
             following,
             wish: plan.wish,
             orders: Orders::default(),
+            kept: None,
         }),
     });
     session.group.join(&session)?;

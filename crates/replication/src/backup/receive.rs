@@ -93,7 +93,7 @@ impl Session {
             }
             ToBackup::Turn(order) => self.take_order(order)?,
             ToBackup::MediumAsked(medium) => self.look_for_medium(medium)?,
-            ToBackup::LetGo(number) => self.keeper.let_go(number),
+            ToBackup::LetGo(number) => self.let_go(number),
         }
         Ok(())
     }
