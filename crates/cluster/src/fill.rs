@@ -1,7 +1,7 @@
 //! A restored member's memory, filled from the store while the guest runs, but for what the
 //! start waits for ([`early`](crate::early)). What the guest touches comes first.
 
-use crate::loading::{READERS, State};
+use crate::loading::READERS;
 use crate::source::{Reading, Source};
 use crate::{Loading, Stopped};
 use anyhow::Context;
@@ -21,9 +21,6 @@ use understudy_threads::spawn;
 
 /// Pause before a chunk that could not be read is tried again.
 const PAUSE: Duration = Duration::from_secs(1);
-
-/// A store that takes longer for a chunk is said not to answer.
-const SLOW: Duration = Duration::from_secs(2);
 
 /// Time after which who waits looks again whether the machine is still there.
 const LOOK: Duration = Duration::from_millis(100);
@@ -140,8 +137,8 @@ impl Filler {
     pub fn state(&self) -> FillState {
         let state = self.work.loading.lock();
         let pages = self.work.had + state.loader.pages();
-        let (all, complete) = (self.work.all, state.complete);
-        FillState { pages, all, stalled: self.work.stalled(&state), complete }
+        let stalled = state.stalled(&self.work.source);
+        FillState { pages, all: self.work.all, stalled, complete: state.complete }
     }
 
     /// Number of times that the guest has waited for a page until now.
@@ -208,10 +205,9 @@ impl Work {
     /// A reader's life.
     fn read_on(&self, reader: usize) {
         while let Some(reading) = self.next() {
-            self.loading.lock().reading[reader] = Some(Instant::now());
-            let (chunk, read) = (reading.chunk, reading.content());
+            let chunk = reading.chunk;
+            let read = self.loading.timed(reader, || reading.content());
             drop(reading);
-            self.loading.lock().reading[reader] = None;
             match read {
                 Ok(content) => self.fill(chunk, &content),
                 Err(error) => {
@@ -294,19 +290,6 @@ impl Work {
         let until = Instant::now() + PAUSE;
         while Instant::now() < until && self.machine.strong_count() > 0 {
             thread::sleep(LOOK);
-        }
-    }
-
-    fn stalled(&self, progress: &State) -> Option<String> {
-        let longest = progress.reading.iter().flatten().map(Instant::elapsed).max();
-        match (&progress.failed, longest.filter(|&longest| longest > SLOW)) {
-            (Some(why), _) => Some(why.clone()),
-            (None, Some(since)) => Some(format!(
-                "the store {} has not answered for {} s",
-                self.source.store.location(),
-                since.as_secs()
-            )),
-            (None, None) => None,
         }
     }
 }

@@ -12,6 +12,7 @@ use anyhow::Context;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -23,7 +24,6 @@ use understudy_snapshot::{
     AreaMap, Lane, Packer, Page, SnapshotNumber, Standstill, WorkingSet, working_set_size,
 };
 use understudy_threads::spawn;
-use understudy_threads::{Mutex, lock};
 
 /// Time between two looks for the end of the trace.
 const LOOK: Duration = Duration::from_millis(20);
@@ -31,136 +31,145 @@ const LOOK: Duration = Duration::from_millis(20);
 /// Time between two looks whether a job goes on.
 const WATCH: Duration = Duration::from_millis(500);
 
-/// Callback, called once, for how a job went.
-type Answer = Box<dyn FnOnce(anyhow::Result<KeptImage>) + Send>;
+/// Callback for how a job went. Called once: by the job, or by whoever has given it up.
+type Answer = Arc<dyn Fn(anyhow::Result<KeptImage>) + Send + Sync>;
 
-/// Keeper of what a backup keeps of one VM.
+/// What a backup needs to keep an image of a VM.
 pub struct Keeper {
-    keeping: Mutex<Option<Keeping>>,
     keys: StoreKeys,
     /// Stores that a primary may name.
     stores: Stores,
 }
 
-struct Keeping {
-    number: SnapshotNumber,
-    image: Arc<StillImage>,
-    stop: Arc<Stop>,
-}
-
-impl Drop for Keeping {
-    fn drop(&mut self) {
-        self.stop.say();
-        self.image.end();
-    }
-}
-
 impl Keeper {
-    /// Keeps nothing yet; what it will goes to one of these stores, with its key.
+    /// What is kept goes to one of these stores, with its key.
     pub fn new(stores: Stores, keys: StoreKeys) -> Keeper {
-        Keeper { keeping: Mutex::new(None), keys, stores }
+        Keeper { keys, stores }
     }
 
-    /// Image that whoever writes memory has to tell of it; none if nothing is kept.
-    pub fn image(&self) -> Option<Arc<StillImage>> {
-        lock(&self.keeping).as_ref().map(|keeping| keeping.image.clone())
-    }
-
-    /// Keeps what the standby has now, instead of whatever was kept before: nothing is written
-    /// at this moment. `directory` is the VM's own. `answer` is called once.
+    /// Keeps what the standby has now: nothing is written at this moment, and nothing else is kept of it.
+    /// `directory` is the VM's own. `answer` is called once.
     pub fn keep(
-        self: &Arc<Self>,
+        &self,
         order: KeepOrder,
         machine: &Machine,
         directory: &Path,
         device_state: &[u8],
-        answer: impl FnOnce(Kept) + Send + 'static,
-    ) {
+        answer: impl Fn(Kept) + Send + Sync + 'static,
+    ) -> Option<Arc<KeptJob>> {
         let (group, number) = (order.group.clone(), order.number);
-        let answer: Answer = Box::new(move |image| {
+        let answer: Answer = Arc::new(move |image| {
             let image = image.map_err(|error| format!("{error:#}"));
             if let Err(why) = &image {
                 warn!("what was kept for snapshot {number} of {group} is given up: {why}");
             }
-            answer(Kept { group, number, image });
+            answer(Kept { group: group.clone(), number, image });
         });
-        if let Err(error) = self.stores.check(&order.store) {
-            return answer(Err(error.into()));
-        }
-        // There before anything is kept: one that cannot be started would leave it so for good.
-        let (hand, handed) = mpsc::sync_channel::<(Job, Arc<Stop>, Answer)>(1);
-        let keeper = self.clone();
-        let started = spawn("keep", move || {
-            let Ok((job, stop, answer)) = handed.recv() else { return };
-            let answer = Arc::new(Mutex::new(Some(answer)));
-            let (watching, watched, about) = (keeper.clone(), stop.clone(), answer.clone());
-            let watched = spawn("keep-watch", move || watching.watch(&watched, &about));
-            let image = match watched {
-                Ok(_) => job.run(&keeper.keys, &stop),
-                Err(error) => Err(anyhow::Error::new(error).context("cannot start a thread")),
-            };
-            // What was given up meanwhile is not said to be there.
-            let image = match keeper.is_over(&stop) {
-                true => image,
-                false => image.and(Err(Stopped.into())),
-            };
-            let answer = lock(&answer).take();
-            if let Some(answer) = answer {
-                answer(image);
+        match self.begin(order, machine, directory, device_state, answer.clone()) {
+            Ok(kept) => Some(kept),
+            Err(error) => {
+                answer(Err(error));
+                None
             }
-        });
-        if let Err(error) = started {
-            return answer(Err(anyhow::Error::new(error).context("cannot start a thread")));
         }
-        // The former ends before the next one begins.
-        self.end();
-        let job = match Job::begin(order, machine, directory, device_state) {
-            Ok(job) => job,
-            Err(error) => return answer(Err(error)),
-        };
-        let keeping = Keeping { number, image: job.image.clone(), stop: Arc::default() };
-        let stop = keeping.stop.clone();
-        *lock(&self.keeping) = Some(keeping);
-        // It waits for nothing else.
-        let _ = hand.send((job, stop, answer));
     }
 
-    /// Watches a job for as long as it is one. Of one that hangs, in a store on a mount that has gone
+    fn begin(
+        &self,
+        order: KeepOrder,
+        machine: &Machine,
+        directory: &Path,
+        device_state: &[u8],
+        answer: Answer,
+    ) -> anyhow::Result<Arc<KeptJob>> {
+        self.stores.check(&order.store)?;
+        // There before anything is kept: one that cannot be started would leave it so for good.
+        let (hand, handed) = mpsc::sync_channel::<Job>(1);
+        let keys = self.keys.clone();
+        let job = move || {
+            if let Ok(job) = handed.recv() {
+                job.carry_out(&keys, &answer);
+            }
+        };
+        spawn("keep", job).context("cannot start a thread")?;
+        let job = Job::begin(order, machine, directory, device_state)?;
+        let kept = job.kept.clone();
+        // It waits for nothing else.
+        let _ = hand.send(job);
+        Ok(kept)
+    }
+}
+
+/// What became of a job, which is said once.
+const RUNS: u8 = 0;
+const ENDED: u8 = 1;
+/// It has not moved for long; its thread may never end.
+const HUNG: u8 = 2;
+
+/// An image that is kept, on its way to the store.
+pub struct KeptJob {
+    number: SnapshotNumber,
+    image: StillImage,
+    stop: Stop,
+    fate: AtomicU8,
+}
+
+impl KeptJob {
+    fn new(number: SnapshotNumber, image: StillImage) -> Arc<KeptJob> {
+        let (stop, fate) = (Stop::default(), AtomicU8::new(RUNS));
+        Arc::new(KeptJob { number, image, stop, fate })
+    }
+
+    /// The snapshot that it is for.
+    pub fn number(&self) -> SnapshotNumber {
+        self.number
+    }
+
+    /// The image: whoever writes memory has to tell of it.
+    pub fn image(&self) -> &StillImage {
+        &self.image
+    }
+
+    /// Ends it: nothing is kept for this snapshot any more.
+    pub fn end(&self) {
+        self.end_as(ENDED);
+    }
+
+    /// Whether it has ended, and needs to be told of nothing.
+    pub fn is_over(&self) -> bool {
+        self.fate.load(Ordering::Acquire) != RUNS
+    }
+
+    /// Returns whether it was still to end.
+    fn end_as(&self, fate: u8) -> bool {
+        let ended = self.fate.compare_exchange(RUNS, fate, Ordering::AcqRel, Ordering::Acquire);
+        // Whoever was first: nothing is read any more as this returns.
+        self.stop.say();
+        self.image.end();
+        ended.is_ok()
+    }
+
+    /// The result that is to be told of a job which has done its work; none if that was given up as hung.
+    fn settle<T>(&self, image: anyhow::Result<T>) -> Option<anyhow::Result<T>> {
+        if self.end_as(ENDED) {
+            return Some(image);
+        }
+        // What was ended meanwhile is not said to be there.
+        (self.fate.load(Ordering::Acquire) != HUNG).then(|| image.and(Err(Stopped.into())))
+    }
+
+    /// Watches it for as long as it runs. Of one that hangs, in a store on a mount that has gone
     /// say, the answer is that it has failed: its thread may never end.
-    fn watch(&self, stop: &Arc<Stop>, answer: &Mutex<Option<Answer>>) {
+    fn watch(&self, answer: &Answer) {
         let began = Instant::now();
         let now = || Time(began.elapsed());
         let mut standstill = Standstill::new(now());
-        let is_this = |keeping: &Keeping| Arc::ptr_eq(&keeping.stop, stop);
-        while lock(&self.keeping).as_ref().is_some_and(is_this) {
+        while !self.is_over() {
             thread::sleep(WATCH);
-            if !standstill.look(now(), stop.looks()) || !self.is_over(stop) {
-                continue;
-            }
-            let answer = lock(answer).take();
-            if let Some(answer) = answer {
+            if standstill.look(now(), self.stop.looks()) && self.end_as(HUNG) {
                 answer(Err(anyhow::anyhow!("it {}", Standstill::words())));
             }
         }
-    }
-
-    /// Nothing is kept for this snapshot any more.
-    pub fn let_go(&self, number: SnapshotNumber) {
-        let former = lock(&self.keeping).take_if(|keeping| keeping.number == number);
-        drop(former);
-    }
-
-    /// Ends that job, which keeps nothing any more; returns whether it was still to. Another may
-    /// have begun.
-    fn is_over(&self, stop: &Arc<Stop>) -> bool {
-        let former = lock(&self.keeping).take_if(|keeping| Arc::ptr_eq(&keeping.stop, stop));
-        former.is_some()
-    }
-
-    /// Nothing is kept any more: the VM runs here, or is not followed any more.
-    pub fn end(&self) {
-        let former = lock(&self.keeping).take();
-        drop(former);
     }
 }
 
@@ -168,7 +177,7 @@ impl Keeper {
 struct Job {
     order: KeepOrder,
     shape: Shape,
-    image: Arc<StillImage>,
+    kept: Arc<KeptJob>,
     disks: DiskCapture,
     device_state: Vec<u8>,
     since: Instant,
@@ -183,13 +192,26 @@ impl Job {
     ) -> anyhow::Result<Job> {
         let shape = Shape::of(machine);
         let traced = most_traced(machine.ram().pages(), order.trace_ms.into());
-        let image = Arc::new(StillImage::take(shape.blocks(), traced, most_copies()?)?);
+        let image = StillImage::take(shape.blocks(), traced, most_copies()?)?;
+        let kept = KeptJob::new(order.number, image);
         // A mirror has no snapshot that the next one could build on.
         let mut disks =
             DiskCapture::arm(machine, order.compression, directory, (None, BaseId::new_here()))?;
         disks.take();
         let device_state = device_state.to_vec();
-        Ok(Job { order, shape, image, disks, device_state, since: Instant::now() })
+        Ok(Job { order, shape, kept, disks, device_state, since: Instant::now() })
+    }
+
+    /// Does it, and says what came of it.
+    fn carry_out(self, keys: &StoreKeys, answer: &Answer) {
+        let kept = self.kept.clone();
+        let (watched, about) = (kept.clone(), answer.clone());
+        let watched = spawn("keep-watch", move || watched.watch(&about));
+        let image =
+            watched.context("cannot start a thread").and_then(|_| self.run(keys, &kept.stop));
+        if let Some(image) = kept.settle(image) {
+            answer(image);
+        }
     }
 
     fn run(self, keys: &StoreKeys, stop: &Stop) -> anyhow::Result<KeptImage> {
@@ -237,7 +259,7 @@ impl Job {
         let mut pace = Pace::from_now();
         loop {
             stop.check()?;
-            match self.image.copy_some()? {
+            match self.kept.image.copy_some()? {
                 Some(pages) => {
                     put(saving, packers, &pages, Lane::Rest)?;
                     pace.copied(pages.len() as u64);
@@ -255,10 +277,10 @@ impl Job {
         packers: &mut BTreeMap<BlockId, Packer>,
         stop: &Stop,
     ) -> anyhow::Result<Vec<Page>> {
-        let first = self.image.end_trace();
+        let first = self.kept.image.end_trace();
         put(saving, packers, &first, Lane::WorkingSet)?;
         // What writers have copied at the very end.
-        while let Some(pages) = self.image.copy_some()? {
+        while let Some(pages) = self.kept.image.copy_some()? {
             stop.check()?;
             put(saving, packers, &pages, Lane::Rest)?;
         }
@@ -279,4 +301,33 @@ fn put(
         saving.store(packer.put(page.0, content, lane))?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn job() -> Arc<KeptJob> {
+        KeptJob::new(SnapshotNumber(7), StillImage::take(&[], 0, 0).unwrap())
+    }
+
+    #[test]
+    fn an_image_is_said_to_be_there_unless_it_was_ended_before() {
+        let done = job();
+        assert!(done.settle(Ok(())).unwrap().is_ok() && done.is_over());
+        done.end();
+
+        let ended = job();
+        ended.end();
+        assert!(ended.stop.is_said() && ended.image.copy_some().is_err());
+        assert!(ended.settle(Ok(())).unwrap().unwrap_err().is::<Stopped>());
+    }
+
+    #[test]
+    fn of_a_job_that_hung_nothing_is_said_again() {
+        let hung = job();
+        assert!(hung.end_as(HUNG) && !hung.end_as(HUNG));
+        hung.end();
+        assert!(hung.settle(Ok(())).is_none());
+    }
 }

@@ -281,7 +281,7 @@ impl Host {
         }
         let recording = session.recording();
         let recording = recording.ok_or_else(|| conflict(format!("{name} has no log")))?;
-        match recording.comparer.verify() {
+        match recording.comparer().verify() {
             Ok(report) => {
                 vm.events.note(report.words());
                 Ok(report)

@@ -5,7 +5,7 @@ mod descriptors;
 
 use crate::cgroup::{LimitGroup, Limits};
 use crate::console::{ConsoleServer, Relay};
-use crate::disk_error::DiskErrors;
+use crate::disk_error::CurrentError;
 use crate::doorbell::Doorbell;
 use crate::hearing::Hearing;
 use crate::home::{CONSOLE, CONSOLE_LOG, Home, disk_socket};
@@ -222,7 +222,7 @@ impl Machine {
             limits: LimitGroup::of_another(&limits, note.qemu_pid),
             halted: AtomicBool::new(false),
             powered_off: AtomicBool::new(false),
-            disk_errors: DiskErrors::default(),
+            disk_error: CurrentError::default(),
         });
         let heard = process.clone().interpreted(on_event.clone());
         let (monitor, events) = Monitor::adopt(sockets, note.version, QEMU_TIMEOUT)?;

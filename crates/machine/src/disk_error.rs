@@ -2,25 +2,36 @@
 //! of the machine's state: it is made again when the guest goes on, here or on its backup.
 
 use crate::Machine;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_protocol::{DISK_BOUND, DiskIndex};
 use understudy_qemu::definition::{DiskBus, DiskDefinition};
 use understudy_qemu::qmp::RunState;
-use understudy_threads::{Mutex, lock};
 
 /// Time between two tries of the request that failed: room on a full disk may be made meanwhile.
 pub const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 
-/// The error at which the guest stands still, if it does.
-#[derive(Debug, Default)]
-pub(crate) struct DiskErrors(Mutex<State>);
+/// QEMU's words for the errors that a server of disks answers.
+const REASONS: [&str; 8] = [
+    "Operation not permitted",
+    "Input/output error",
+    "Cannot allocate memory",
+    "Invalid argument",
+    "No space left on device",
+    "Value too large for defined data type",
+    "Operation not supported",
+    "Cannot send after transport endpoint shutdown",
+];
 
+/// The error at which the guest stands still, if it does, in one word, which QEMU's events write and anybody
+/// reads: the number of the disk and one more below, the place among [`REASONS`] above; 0 if it does not.
 #[derive(Debug, Default)]
-struct State {
-    current: Option<DiskError>,
-    told: Option<(DiskError, Instant)>,
-}
+pub(crate) struct CurrentError(AtomicU32);
+
+/// The last error that was told.
+#[derive(Debug, Default)]
+pub(crate) struct Told(Option<(DiskError, Instant)>);
 
 /// An error of a disk, as QEMU tells it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -41,28 +52,45 @@ pub fn hung(disk: DiskIndex, silent: Duration) -> String {
     format!("disk{disk} has not answered for {} s", silent.as_secs())
 }
 
-impl DiskErrors {
-    /// Notes that the guest was stopped. Whether to tell: the same again only after the next try.
-    pub fn stopped(&self, error: DiskError, now: Instant) -> bool {
-        let mut state = lock(&self.0);
-        state.current = Some(error.clone());
-        let known = |(told, at): &(DiskError, Instant)| {
-            *told == error && now.saturating_duration_since(*at) < RETRY_INTERVAL
-        };
-        if state.told.as_ref().is_some_and(known) {
-            return false;
-        }
-        state.told = Some((error, now));
-        true
+impl CurrentError {
+    /// Notes that the guest was stopped.
+    pub fn stopped(&self, error: &DiskError) {
+        let number = error.node.strip_prefix("disk").and_then(|number| number.parse().ok());
+        let disk = number.and_then(|number: u16| number.checked_add(1)).unwrap_or(u16::MAX);
+        let reason = REASONS.iter().position(|reason| *reason == error.reason);
+        let reason = reason.unwrap_or(REASONS.len()) as u32;
+        self.0.store(u32::from(disk) | reason << u16::BITS, Ordering::Release);
     }
 
     /// Notes that the guest goes on.
     pub fn resumed(&self) {
-        lock(&self.0).current = None;
+        self.0.store(0, Ordering::Release);
     }
 
-    fn current(&self) -> Option<DiskError> {
-        lock(&self.0).current.clone()
+    fn get(&self) -> Option<DiskError> {
+        let word = self.0.load(Ordering::Acquire);
+        let node = match word as u16 {
+            0 => return None,
+            u16::MAX => "a disk".to_owned(),
+            number => format!("disk{}", number - 1),
+        };
+        let reason = REASONS.get((word >> u16::BITS) as usize);
+        let reason = reason.unwrap_or(&"one that its event names").to_string();
+        Some(DiskError { node, reason })
+    }
+}
+
+impl Told {
+    /// Whether to tell this one: the same again only after the next try.
+    pub fn is_to_tell(&mut self, error: DiskError, now: Instant) -> bool {
+        let known = |(told, at): &(DiskError, Instant)| {
+            *told == error && now.saturating_duration_since(*at) < RETRY_INTERVAL
+        };
+        if self.0.as_ref().is_some_and(known) {
+            return false;
+        }
+        self.0 = Some((error, now));
+        true
     }
 }
 
@@ -70,7 +98,7 @@ impl Machine {
     /// The reason why the guest stands still, if an error of a disk has stopped it, and what
     /// becomes of it.
     pub fn disk_error(&self) -> Option<String> {
-        let Some(error) = self.process.disk_errors.current() else {
+        let Some(error) = self.process.disk_error.get() else {
             return self.hidden_disk_error().or_else(|| self.hung_disk());
         };
         let failed = |disk: &&std::sync::Arc<understudy_disk::Disk>| {
@@ -114,7 +142,7 @@ impl Machine {
 
     /// Lets a guest go on that an error has stopped: QEMU makes the request again that failed.
     pub fn try_disks_again(&self) {
-        if self.process.disk_errors.current().is_none() {
+        if self.process.disk_error.get().is_none() {
             return;
         }
         let mut monitor = self.monitor();
@@ -132,18 +160,32 @@ impl Machine {
 mod tests {
     use super::*;
 
+    fn error(node: &str, reason: &str) -> DiskError {
+        DiskError { node: node.into(), reason: reason.into() }
+    }
+
     #[test]
     fn an_error_is_told_once_for_each_try() {
-        let (errors, begin) = (DiskErrors::default(), Instant::now());
-        let error = || DiskError { node: "disk0".into(), reason: "full".into() };
-        let other = DiskError { node: "disk1".into(), reason: "full".into() };
-        assert_eq!(errors.current(), None);
-        assert!(errors.stopped(error(), begin));
-        assert!(!errors.stopped(error(), begin + RETRY_INTERVAL / 2), "of many requests");
-        assert_eq!(errors.current(), Some(error()));
-        errors.resumed();
-        assert_eq!(errors.current(), None);
-        assert!(errors.stopped(error(), begin + RETRY_INTERVAL), "tried in vain");
-        assert!(errors.stopped(other, begin + RETRY_INTERVAL), "another one");
+        let (mut told, begin) = (Told::default(), Instant::now());
+        let full = || error("disk0", "full");
+        assert!(told.is_to_tell(full(), begin));
+        assert!(!told.is_to_tell(full(), begin + RETRY_INTERVAL / 2), "of many requests");
+        assert!(told.is_to_tell(full(), begin + RETRY_INTERVAL), "tried in vain");
+        assert!(told.is_to_tell(error("disk1", "full"), begin + RETRY_INTERVAL), "another one");
+    }
+
+    #[test]
+    fn the_error_at_which_a_guest_stands_is_known_until_it_goes_on() {
+        let current = CurrentError::default();
+        assert_eq!(current.get(), None);
+        for (number, reason) in (0..).zip(REASONS) {
+            let error = error(&format!("disk{number}"), reason);
+            current.stopped(&error);
+            assert_eq!(current.get(), Some(error));
+        }
+        current.resumed();
+        assert_eq!(current.get(), None);
+        current.stopped(&error("", "Broken"));
+        assert_eq!(current.get(), Some(error("a disk", "one that its event names")));
     }
 }

@@ -4,7 +4,7 @@
 use crate::booted::Booted;
 use crate::cgroup::{LimitGroup, Limits};
 use crate::console::ConsoleServer;
-use crate::disk_error::DiskErrors;
+use crate::disk_error::CurrentError;
 use crate::doorbell::Doorbell;
 use crate::hearing::Hearing;
 use crate::home::{AGENT, CONSOLE, CONSOLE_LOG, Home, Lent, disk_socket};
@@ -179,7 +179,7 @@ impl Machine {
             limits,
             halted: AtomicBool::new(false),
             powered_off: AtomicBool::new(false),
-            disk_errors: DiskErrors::default(),
+            disk_error: CurrentError::default(),
         });
         let started = connect(&process, &listener, monitors);
         let explain = |error| tpm::explain(process.explain(error), plan.run_dir);

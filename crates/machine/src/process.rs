@@ -1,7 +1,7 @@
 //! QEMU's process, and what it says by itself.
 
 use crate::cgroup::LimitGroup;
-use crate::disk_error::{DiskError, DiskErrors};
+use crate::disk_error::{CurrentError, DiskError, Told};
 use crate::launch::QEMU_TIMEOUT;
 use crate::{MachineEvent, OnEvent};
 use anyhow::bail;
@@ -21,23 +21,30 @@ pub(crate) struct Process {
     /// The end is this daemon's own doing.
     pub(crate) halted: AtomicBool,
     pub(crate) powered_off: AtomicBool,
-    /// Errors of disks that stop the guest.
-    pub(crate) disk_errors: DiskErrors,
+    /// The error of a disk at which the guest stands.
+    pub(crate) disk_error: CurrentError,
+}
+
+/// Memory of whoever interprets what QEMU says.
+#[derive(Default)]
+struct Heard {
+    /// When the machine was reset last.
+    last_reset: Option<Instant>,
+    told: Told,
 }
 
 /// Firmware that finds itself started again resets the machine once more: the same reboot.
 const SAME_REBOOT: Duration = Duration::from_secs(10);
 
 impl Process {
-    /// `last_reset` is when the machine was reset before.
-    fn interpret(&self, event: VmEvent, last_reset: &mut Option<Instant>) -> Option<MachineEvent> {
+    fn interpret(&self, event: VmEvent, heard: &mut Heard) -> Option<MachineEvent> {
         if self.halted.load(Ordering::Acquire) {
             return None;
         }
         match event {
             VmEvent::Stopped => None,
             VmEvent::Resumed => {
-                self.disk_errors.resumed();
+                self.disk_error.resumed();
                 None
             }
             // QEMU ends, which is told next.
@@ -47,7 +54,7 @@ impl Process {
                 Some(MachineEvent::PoweredOff { in_order: reason == "guest-shutdown" })
             }
             VmEvent::Reset { .. } => {
-                let again = resets_again(last_reset, Instant::now());
+                let again = resets_again(&mut heard.last_reset, Instant::now());
                 (!again).then_some(MachineEvent::Rebooted)
             }
             VmEvent::Panicked => Some(MachineEvent::Panicked),
@@ -57,8 +64,9 @@ impl Process {
                 if !stopped {
                     return Some(MachineEvent::Notice(text));
                 }
-                let told = self.disk_errors.stopped(error, Instant::now());
-                told.then_some(MachineEvent::DiskFailed(text))
+                self.disk_error.stopped(&error);
+                let is_to_tell = heard.told.is_to_tell(error, Instant::now());
+                is_to_tell.then_some(MachineEvent::DiskFailed(text))
             }
             VmEvent::Disconnected => Some(MachineEvent::Died(self.last_words())),
         }
@@ -69,9 +77,9 @@ impl Process {
         self: Arc<Self>,
         on_event: OnEvent,
     ) -> impl FnMut(VmEvent) + Send + 'static {
-        let mut last_reset = None;
+        let mut heard = Heard::default();
         move |event| {
-            if let Some(event) = self.interpret(event, &mut last_reset) {
+            if let Some(event) = self.interpret(event, &mut heard) {
                 on_event(event);
             }
         }

@@ -14,6 +14,7 @@ use crossbeam_channel::Receiver;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use tracing::error;
+use understudy_cluster::kept::KeptJob;
 use understudy_cluster::messages::KeepOrder;
 use understudy_disk::{Mirror, Synced};
 use understudy_machine::tpm::TpmMirror;
@@ -21,6 +22,7 @@ use understudy_memory::StillImage;
 use understudy_protocol::Epoch;
 use understudy_report::TakeoverReport;
 use understudy_session::backup::{Errand, Event};
+use understudy_snapshot::SnapshotNumber;
 use understudy_threads::lock;
 
 /// A member's part of an epoch that is committed, on its way to the apply thread.
@@ -151,8 +153,8 @@ impl Session {
         }
         fail_in_a_test()?;
         strike("apply", &self.vm);
-        let image = self.keeper.image();
-        self.apply_whole(changes, image.as_deref())?;
+        let kept = self.kept();
+        self.apply_whole(changes, kept.as_deref().map(KeptJob::image))?;
         let checkpoint = ended_at();
         // With the first whole epoch the mirrors are images of their own, which its TPM's state belongs to: until
         // then this host may have others, with theirs.
@@ -170,7 +172,7 @@ impl Session {
         }
         if turn == Some(LogTurn::Begins) {
             // The guest tells of none of its writes.
-            self.keeper.end();
+            self.end_kept();
             self.change_over(other)?;
             return Ok(self.applied_turn(checkpoint));
         }
@@ -211,7 +213,33 @@ impl Session {
             // If it cannot be sent the reading thread finds out why.
             let _ = ToPrimary::Kept(kept).send(&data);
         };
-        self.keeper.keep(order, &self.machine(), &self.directory, device_state, answer);
+        // The former ends before the next one begins.
+        self.end_kept();
+        let (machine, directory) = (self.machine(), &self.directory);
+        let kept = self.keeper.keep(order, &machine, directory, device_state, answer);
+        lock(&self.present).kept = kept;
+    }
+
+    /// What is kept now.
+    fn kept(&self) -> Option<Arc<KeptJob>> {
+        let mut present = lock(&self.present);
+        let over = present.kept.take_if(|kept| kept.is_over());
+        let kept = present.kept.clone();
+        drop(present);
+        drop(over);
+        kept
+    }
+
+    /// Nothing is kept for this snapshot any more.
+    pub(super) fn let_go(&self, number: SnapshotNumber) {
+        let kept = lock(&self.present).kept.take_if(|kept| kept.number() == number);
+        kept.inspect(|kept| kept.end());
+    }
+
+    /// Nothing is kept any more: the VM runs here, or is not followed any more.
+    pub(super) fn end_kept(&self) {
+        let kept = lock(&self.present).kept.take();
+        kept.inspect(|kept| kept.end());
     }
 
     fn applied_turn(&self, checkpoint: Checkpoint) -> Checkpoint {

@@ -30,6 +30,7 @@ pub use turn::{Beside, Launch};
 use crate::handshake::{FileOffer, FileRole, Offer, Ready, Resumed};
 use crate::heartbeat::{self, Heartbeats};
 use crate::lockstep::backup::{self as lockstep, Following};
+use crate::lockstep::writes::Writes;
 use crate::messages::ToPrimary;
 use crate::paths::PathMonitor;
 use crate::records::Records;
@@ -223,7 +224,7 @@ pub fn accept(
         errands,
         contests,
         waiting: ByteBudget::new(session::WAITING_BYTES),
-        keeper: Arc::new(Keeper::new(plan.stores, plan.store_keys)),
+        keeper: Keeper::new(plan.stores, plan.store_keys),
         rounds: Rounds::of_new_session(),
         received: AtomicU64::new(0),
         worked: AtomicU64::new(0),
@@ -236,6 +237,7 @@ pub fn accept(
             following,
             wish: plan.wish,
             orders: Orders::default(),
+            kept: None,
         }),
     });
     session.group.join(&session)?;
@@ -314,7 +316,8 @@ fn run_settle(session: &Session) {
         let applied = session.applied();
         let (machine, following) = (session.machine(), session.following());
         // Before they are brought to stable storage.
-        let written = following.as_ref().and_then(|following| following.writes().now(&machine));
+        let written =
+            following.as_ref().and_then(|following| following.writes_now(&machine.disks()));
         // In lockstep QEMU writes them itself.
         let fills = applied == Epoch(0);
         let due = fills || applied > settled || following.is_some();
@@ -328,8 +331,7 @@ fn run_settle(session: &Session) {
                         && Arc::ptr_eq(&now, &following)
                     {
                         session.say(&ToPrimary::Written(written));
-                        if let Err(error) = following.writes().strike_off(&machine, session.rounds)
-                        {
+                        if let Err(error) = following.strike_off(&machine.disks(), session.rounds) {
                             session.give_up(&format!("{error:#}"));
                         }
                     }

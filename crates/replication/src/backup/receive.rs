@@ -7,6 +7,7 @@ use super::session::Session;
 use crate::clock;
 use crate::lockstep::backup::Following;
 use crate::lockstep::be_urgent;
+use crate::lockstep::writes::Writes;
 use crate::messages::{Piece, ToBackup, ToPrimary, WholeEpoch};
 use crate::moments::strike;
 use crate::primary::EPOCH_DISK_BYTES;
@@ -80,7 +81,7 @@ impl Session {
             ToBackup::Log { epoch, log } => self.take_log(epoch, &log, staging)?,
             ToBackup::Written(written) => {
                 let following = self.following().context("counts came, but no log")?;
-                following.writes().told(written, self.machine().disks().len())?;
+                following.told_writes(written, self.machine().disks().len())?;
             }
             ToBackup::Compare { comparison, .. } => {
                 let following = self.following().context("a place came, but no log")?;
@@ -93,7 +94,7 @@ impl Session {
             }
             ToBackup::Turn(order) => self.take_order(order)?,
             ToBackup::MediumAsked(medium) => self.look_for_medium(medium)?,
-            ToBackup::LetGo(number) => self.keeper.let_go(number),
+            ToBackup::LetGo(number) => self.let_go(number),
         }
         Ok(())
     }

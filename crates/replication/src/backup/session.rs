@@ -26,7 +26,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use tracing::{error, info, warn};
 use understudy_arbiter::Arbiter;
-use understudy_cluster::kept::Keeper;
+use understudy_cluster::kept::{Keeper, KeptJob};
 use understudy_disk::Rounds;
 use understudy_link::channel::Channel;
 use understudy_machine::Machine;
@@ -77,8 +77,8 @@ pub struct Session {
     pub(super) errands: Sender<Errand>,
     pub(super) contests: Sender<Ask>,
     pub(super) waiting: ByteBudget,
-    /// Keeper of the image for snapshots of the VM.
-    pub(super) keeper: Arc<Keeper>,
+    /// Keeper of images for snapshots of the VM.
+    pub(super) keeper: Keeper,
     pub(super) received: AtomicU64,
     /// Bytes that were applied, and words that QEMU is waited for in lockstep.
     pub(super) worked: AtomicU64,
@@ -103,6 +103,8 @@ pub(super) struct Present {
     /// The frames that the primary's guest receives, and those it sent that the primary may not
     /// have released, for a take-over.
     pub frames: Frames,
+    /// The image that is kept for a snapshot; one that has ended goes with the next epoch.
+    pub kept: Option<Arc<KeptJob>>,
 }
 
 impl Session {

@@ -54,7 +54,7 @@ impl Session {
     /// The VM is this host's: what there is of a log is executed.
     pub(super) fn complete(&self, log: Option<&Arc<Following>>) -> anyhow::Result<()> {
         // The guest tells of none of its writes.
-        self.keeper.end();
+        self.end_kept();
         if let Some(following) = log {
             self.execute_rest(following)?;
         }
@@ -83,7 +83,7 @@ impl Session {
     /// tell, if they were whole.
     pub(super) fn forget(&self, ready: Option<Readiness>) {
         fail::fail_point!("forget");
-        self.keeper.end();
+        self.end_kept();
         let machine = self.machine();
         machine.halt();
         let changes = ready.into_iter().flat_map(|ready| ready.changes);

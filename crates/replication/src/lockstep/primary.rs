@@ -8,9 +8,9 @@ mod batches;
 
 pub use batches::Batches;
 
-use super::compare::comparer::Comparer;
+use super::compare::comparer::{Comparer, Comparing};
 use super::reads::{self, ReadTrail};
-use super::writes::Writes;
+use super::writes::{Counts, Writes};
 use super::{Rate, be_urgent};
 use crate::clock;
 use crate::primary::Session;
@@ -35,7 +35,7 @@ use understudy_protocol::{Epoch, PrimaryPhase};
 use understudy_qemu::Monitor;
 use understudy_qemu::lockstep::LogChannel;
 use understudy_report::{DiskReads, LockstepReport};
-use understudy_threads::{Mutex, lock};
+use understudy_threads::Waitable;
 
 /// Batches that may be on their way; their bytes are bounded by [`UNACKNOWLEDGED_BYTES`].
 pub const PIPELINE: u64 = 4096;
@@ -56,20 +56,41 @@ const LONGEST_WAIT: Duration = Duration::from_millis(500);
 /// words on the console that were read just after their log.
 const RETRY: Duration = Duration::from_millis(10);
 
-/// The state of its log that a session's threads share.
+/// A session's log, for its threads.
 #[derive(Debug)]
 pub struct Recording {
     /// The log begins behind this epoch.
     machine: Epoch,
-    flow: Mutex<Flow>,
+    pub(super) state: Waitable<State>,
     /// The channel is full, or the backup too far behind.
     blocked: AtomicBool,
     /// Trail of what its disk reads gave, if that goes to the backup.
     pub reads: Option<Arc<ReadTrail>>,
+}
+
+/// The state of a log that a session's threads share. Who has it locked waits for nothing: acknowledgements
+/// come through here.
+#[derive(Debug)]
+pub(super) struct State {
+    flow: Flow,
     /// Counts of the writes that its disks have.
-    pub writes: Writes,
+    writes: Counts,
     /// Whether its backup has the same.
-    pub comparer: Comparer,
+    pub comparing: Comparing,
+}
+
+impl State {
+    /// At the beginning of a log behind `epoch`.
+    fn new(epoch: Epoch) -> State {
+        let flow = Flow {
+            begins: 0,
+            batcher: Batcher::new(epoch, UNACKNOWLEDGED_BYTES),
+            rate: Rate::default(),
+            progress: LogProgress::default(),
+            pace: Pace::new(clock::now()),
+        };
+        State { flow, writes: Counts::default(), comparing: Comparing::default() }
+    }
 }
 
 /// The flow of the log: how far it has got.
@@ -94,20 +115,12 @@ impl Recording {
             }
         };
         let logged = disk_reads == DiskReads::Log;
-        Recording {
-            machine: epoch,
-            writes: Writes::default(),
-            comparer: Comparer::default(),
-            reads: logged.then(|| ReadTrail::new(machine.disks().len(), wake)),
-            flow: Mutex::new(Flow {
-                begins: 0,
-                batcher: Batcher::new(epoch, UNACKNOWLEDGED_BYTES),
-                rate: Rate::default(),
-                progress: LogProgress::default(),
-                pace: Pace::new(clock::now()),
-            }),
-            blocked: AtomicBool::new(false),
-        }
+        Recording::of(logged.then(|| ReadTrail::new(machine.disks().len(), wake)), epoch)
+    }
+
+    pub(super) fn of(reads: Option<Arc<ReadTrail>>, epoch: Epoch) -> Recording {
+        let (state, blocked) = (Waitable::new(State::new(epoch)), AtomicBool::new(false));
+        Recording { machine: epoch, state, blocked, reads }
     }
 
     /// The epoch behind which it begins.
@@ -115,9 +128,19 @@ impl Recording {
         self.machine
     }
 
+    /// The comparisons with its backup.
+    pub fn comparer(&self) -> Comparer<'_> {
+        Comparer(self)
+    }
+
     /// The backup has this epoch and all before it.
     pub fn acknowledged(&self, epoch: Epoch) {
-        lock(&self.flow).batcher.acknowledged(epoch);
+        self.state.lock().flow.batcher.acknowledged(epoch);
+    }
+
+    /// Whether another batch may be on its way.
+    fn has_room(&self) -> bool {
+        self.state.lock().flow.batcher.room() > 0
     }
 
     /// Whether reads of the guest may soon wait for a batch.
@@ -127,7 +150,7 @@ impl Recording {
 
     /// The log begins.
     fn begin(&self) {
-        lock(&self.flow).pace = Pace::new(clock::now());
+        self.state.lock().flow.pace = Pace::new(clock::now());
     }
 
     /// Whether a fail-over would take too long.
@@ -137,12 +160,12 @@ impl Recording {
 
     /// The time by which the backup is behind.
     pub fn lag(&self) -> Duration {
-        Duration::from_micros(lock(&self.flow).progress.lag_us)
+        Duration::from_micros(self.state.lock().flow.progress.lag_us)
     }
 
     /// The backup has executed so much. True if the guest may use another part of its processor from now on.
     pub fn progressed(&self, progress: LogProgress) -> bool {
-        let mut flow = lock(&self.flow);
+        let flow = &mut self.state.lock().flow;
         flow.progress = progress;
         let lag = Duration::from_micros(progress.lag_us);
         flow.pace.reported(lag, clock::now())
@@ -150,7 +173,7 @@ impl Recording {
 
     /// The part of its processor that the guest may use, so that its backup keeps up.
     fn share(&self) -> f64 {
-        lock(&self.flow).pace.share()
+        self.state.lock().flow.pace.share()
     }
 
     /// Whether somebody waits for an acknowledgement, or for the backup.
@@ -161,7 +184,7 @@ impl Recording {
     /// The report that `status` shows.
     pub fn report(&self, log: &LogChannel, held_frames: u64) -> LockstepReport {
         let (progress, log_mbit_s) = {
-            let flow = lock(&self.flow);
+            let flow = &self.state.lock().flow;
             (flow.progress, flow.rate.mbit_s())
         };
         let status = log.status();
@@ -173,8 +196,14 @@ impl Recording {
             blocked: self.is_blocked() || status.is_blocked,
             disk_reads: self.reads.as_ref().map_or(DiskReads::Backup, |_| DiskReads::Log),
             disk_read_mbit_s: self.reads.as_ref().map_or(0.0, |reads| reads.mbit_s()),
-            comparison: self.comparer.report(),
+            comparison: self.comparer().report(),
         }
+    }
+}
+
+impl Writes for Recording {
+    fn counts<T>(&self, act: impl FnOnce(&mut Counts) -> T) -> T {
+        act(&mut self.state.lock().writes)
     }
 }
 
@@ -233,7 +262,7 @@ pub fn begin(machine: &Machine, recording: &Recording, position: u64) -> anyhow:
     let log = machine.log().context("this QEMU does not record")?;
     fail::fail_point!("log-begins", |_| anyhow::bail!("a test says so"));
     log.begin_log(position).context("the log does not begin where the machine was copied")?;
-    lock(&recording.flow).begins = position;
+    recording.state.lock().flow.begins = position;
     Ok(())
 }
 
@@ -369,7 +398,7 @@ impl Cutter<'_, '_> {
             return true;
         }
         let far = self.recording.is_far_behind() && !self.session.was_handed_over();
-        far || lock(&self.recording.flow).batcher.room() == 0 || !self.session.may_capture()
+        far || !self.recording.has_room() || !self.session.may_capture()
     }
 
     /// Waits for a ring, and for log if that is asked for.

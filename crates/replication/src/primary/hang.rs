@@ -53,7 +53,7 @@ impl HangWatch {
         self.looked = Instant::now();
         // A whole comparison stops QEMU again and again, and keeps its main loop from its turns.
         let recording = session.recording();
-        let waits = recording.is_some_and(|log| log.is_blocked() || log.comparer.is_wanted());
+        let waits = recording.is_some_and(|log| log.is_blocked() || log.comparer().is_wanted());
         let silent = machine.look(&mut self.detector, passed, waits);
         let hangs = self.detector.is_over();
         let qemu =

@@ -40,7 +40,7 @@ impl Session {
     /// The headway of this VM's data.
     pub(super) fn headway(&self) -> Headway {
         // Both machines stand still, again and again, while they are compared as a whole.
-        let compares = self.recording().is_some_and(|log| log.comparer.is_wanted());
+        let compares = self.recording().is_some_and(|log| log.comparer().is_wanted());
         self.work.note(compares);
         // What goes on over another path has a new beginning.
         let done = self.work.signs.load(Ordering::Relaxed) + self.data.renewals();

@@ -4,6 +4,7 @@ use super::references::References;
 use super::send::Outgoing;
 use super::session::Session;
 use crate::lockstep::reads;
+use crate::lockstep::writes::Writes;
 use crate::messages::{Piece, ToBackup};
 use crate::resync::Basis;
 use crate::sessions::Sessions;
@@ -92,7 +93,7 @@ pub fn end(session: &Session) {
     }
     let (machine, recording) = (session.machine(), session.recording());
     if let Some(recording) = &recording {
-        recording.writes.begin(&machine);
+        recording.begin_writes(&machine.disks());
     }
     match recording.as_ref().and_then(|recording| recording.reads.as_ref()) {
         Some(trail) => reads::record(&machine, trail),
@@ -198,8 +199,8 @@ fn rounds(session: &Session) -> anyhow::Result<()> {
             joined = true;
         }
         if let Some(recording) = session.recording() {
-            recording.writes.strike_off(&machine, *rounds)?;
-            let written = (recording.machine(), recording.writes.now(&machine));
+            recording.strike_off(&machine.disks(), *rounds)?;
+            let written = (recording.machine(), recording.writes_now(&machine.disks()));
             if let (_, Some(counts)) = &written
                 && written != told
             {

@@ -4,6 +4,7 @@
 use super::session::Session;
 use crate::lockstep::be_urgent;
 use crate::lockstep::primary::Recording;
+use crate::lockstep::writes::Writes;
 use crate::messages::ToPrimary;
 use crate::moments::strike;
 use anyhow::bail;
@@ -43,13 +44,13 @@ fn receive_one(session: &Session) -> anyhow::Result<ControlFlow<()>> {
         ToPrimary::Settled(epoch) => settled(session, epoch),
         ToPrimary::Written(written) => {
             if let Some(recording) = log_of(session, Kind::Written)? {
-                recording.writes.told(written, session.machine().disks().len())?;
+                recording.told_writes(written, session.machine().disks().len())?;
             }
         }
         ToPrimary::Kept(kept) => session.kept(kept),
         ToPrimary::Compared(findings) => {
             if let Some(recording) = log_of(session, Kind::Compared)? {
-                recording.comparer.heard(findings);
+                recording.comparer().heard(findings);
             }
         }
         ToPrimary::MediumAnswer(answer) => session.medium_answered(answer),

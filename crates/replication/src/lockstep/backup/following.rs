@@ -6,7 +6,7 @@ use crate::clock;
 use crate::lockstep::Rate;
 use crate::lockstep::compare::Differing;
 use crate::lockstep::compare::backup::Asked;
-use crate::lockstep::writes::Writes;
+use crate::lockstep::writes::{Counts, Writes};
 use std::collections::VecDeque;
 use std::time::Duration;
 use understudy_lockstep::{Comparison, Feed, LogPosition, Mark, Rest};
@@ -40,7 +40,6 @@ pub struct Following {
     pub(super) state: Waitable<State>,
     /// The source that its guest's reads come from.
     pub(super) disk_reads: DiskReads,
-    writes: Writes,
 }
 
 #[derive(Debug)]
@@ -52,6 +51,8 @@ pub(super) struct State {
     rest: Option<Rest>,
     /// The results of its guest's reads.
     pub reads: Reads,
+    /// Counts of the writes that its disks have.
+    writes: Counts,
     /// Comparisons at the marks of the feed.
     asked: Asked,
     /// QEMU has another place: there is nothing left to be watched.
@@ -77,6 +78,7 @@ impl State {
             span: LogSpan::new(epoch),
             rest: None,
             reads: Reads::new(disks),
+            writes: Counts::default(),
             asked: Asked::default(),
             left: false,
             progress: LogProgress::default(),
@@ -103,21 +105,12 @@ fn most_waiting() -> usize {
 impl Following {
     /// A log that begins behind `epoch`, of a guest with so many disks.
     pub fn new(disk_reads: DiskReads, disks: usize, epoch: Epoch) -> Following {
-        Following {
-            state: Waitable::new(State::new(disks, epoch)),
-            disk_reads,
-            writes: Writes::default(),
-        }
+        Following { state: Waitable::new(State::new(disks, epoch)), disk_reads }
     }
 
     /// The epoch behind which it begins.
     pub fn machine(&self) -> Epoch {
         self.state.lock().span.machine()
-    }
-
-    /// The counts of the writes that its disks have.
-    pub fn writes(&self) -> &Writes {
-        &self.writes
     }
 
     /// Takes a batch in; it may be acknowledged then. False if it is of no more use.
@@ -327,6 +320,12 @@ impl Following {
             disk_read_mbit_s: state.reads.mbit_s(),
             comparison: None,
         }
+    }
+}
+
+impl Writes for Following {
+    fn counts<T>(&self, act: impl FnOnce(&mut Counts) -> T) -> T {
+        act(&mut self.state.lock().writes)
     }
 }
 

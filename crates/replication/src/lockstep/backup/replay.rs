@@ -5,6 +5,7 @@ use super::reads::{self, ReadFailure};
 use super::watch::{signs, silent_disk, watchdog};
 use crate::clock;
 use crate::lockstep::reads::forget;
+use crate::lockstep::writes::Writes;
 use anyhow::Context;
 use std::sync::Arc;
 use std::thread;
@@ -26,7 +27,7 @@ pub fn begin(
     let log = machine.log().context("this QEMU does not replay")?;
     machine.load(device_state).context("cannot load the machine's state")?;
     if following.await_log() {
-        following.writes().begin(machine);
+        following.begin_writes(&machine.disks());
         reads::follow(machine, following);
         log.ask(Request::Follow)?;
         machine.monitor().cont()?;

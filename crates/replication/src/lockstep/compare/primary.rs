@@ -65,7 +65,7 @@ const SAMPLE_EXTENTS: usize = 4;
 
 /// Compares as it is asked to, and samples now and then, until protection ends.
 pub fn run(session: &Session, machine: &Machine, recording: &Recording) {
-    let comparer = &recording.comparer;
+    let comparer = recording.comparer();
     be_urgent();
     let mut sampled = Instant::now();
     while is_current(session, recording) {
@@ -106,7 +106,7 @@ fn compare(
     spots: impl Iterator<Item = Spot>,
 ) -> anyhow::Result<ComparisonReport> {
     let log = machine.log().context("this QEMU does not record")?;
-    let comparer = &recording.comparer;
+    let comparer = recording.comparer();
     comparer.forget_findings();
     let began = Instant::now();
     let mut run = Run {
@@ -218,7 +218,7 @@ impl<Spots: Iterator<Item = Spot>> Run<'_, Spots> {
 
     /// Takes an answer, if there is one.
     fn hear(&mut self) -> anyhow::Result<bool> {
-        let Some(findings) = self.recording.comparer.next_findings() else { return Ok(false) };
+        let Some(findings) = self.recording.comparer().next_findings() else { return Ok(false) };
         if self.first.is_none_or(|first| findings.number < first) {
             // An answer to a comparison that was given up.
             return Ok(true);
@@ -231,7 +231,7 @@ impl<Spots: Iterator<Item = Spot>> Run<'_, Spots> {
     }
 
     fn rest(&self, longest: Duration) {
-        self.recording.comparer.await_findings(longest);
+        self.recording.comparer().await_findings(longest);
     }
 
     /// Has the backup compare these. None if the guest did not stand still.
@@ -241,7 +241,7 @@ impl<Spots: Iterator<Item = Spot>> Run<'_, Spots> {
         let Some(hold) = self.quiet_hold()? else { return Ok(None) };
         let at = hold.at();
         // Before the guest goes on: no log from behind the place is sent before this is done.
-        let announcing = self.recording.comparer.announce();
+        let announcing = self.recording.comparer().announce();
         let now = self.read(spots)?;
         let lasted = hold.lasts();
         drop(hold);

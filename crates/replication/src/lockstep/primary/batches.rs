@@ -13,7 +13,6 @@ use understudy_machine::Machine;
 use understudy_protocol::Epoch;
 use understudy_qemu::lockstep::LogChannel;
 use understudy_session::primary::Event;
-use understudy_threads::lock;
 
 /// The largest piece in which what disk reads gave travels.
 const READS_PIECE_BYTES: usize = 1 << 20;
@@ -70,7 +69,7 @@ impl<'a> Batches<'a> {
     fn send(&self, epoch: Epoch, log: &[u8]) -> anyhow::Result<()> {
         let Batches { session, recording, .. } = self;
         {
-            let mut flow = lock(&recording.flow);
+            let flow = &mut recording.state.lock().flow;
             let number = flow.batcher.cut(log.len());
             ensure!(number == epoch, "batch {number} of the log is epoch {epoch}");
             let end = flow.batcher.end();
@@ -80,7 +79,7 @@ impl<'a> Batches<'a> {
             send_reads(session, epoch, &reads.take());
         }
         // After the log was read: none from behind the places has been.
-        for comparison in recording.comparer.take() {
+        for comparison in recording.comparer().take() {
             send(session, &ToBackup::Compare { epoch, comparison });
         }
         fail::fail_point!("before-log");
@@ -98,7 +97,7 @@ impl<'a> Batches<'a> {
     /// The rest of the log, which has ended at this position and has left QEMU.
     pub(super) fn end(&mut self, position: u64) -> anyhow::Result<LogEnd> {
         read_on(self.log, &mut self.batch, MOST_LOG_BYTES)?;
-        let flow = lock(&self.recording.flow);
+        let flow = &self.recording.state.lock().flow;
         let ends = LogPosition(position.saturating_sub(flow.begins));
         Ok(flow.batcher.end_of_log(std::mem::take(&mut self.batch), ends)?)
     }
