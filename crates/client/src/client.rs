@@ -1,6 +1,8 @@
 //! The API from the caller's side: one request, one connection.
 
+mod paths;
 mod remote;
+mod silence;
 
 pub use remote::{Credentials, HostUrl};
 
@@ -11,10 +13,12 @@ use hyper::client::conn::http1;
 use hyper::http::request;
 use hyper::{Method, Request, StatusCode};
 use hyper_util::rt::TokioIo;
+use paths::{path, subject_path, vm_path, which};
 use remote::Remote;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use std::fmt::Write;
+use silence::Hearing;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -64,7 +68,7 @@ impl Subject {
 }
 
 /// A daemon, by its API. All calls block until the daemon has answered; those that only ask what it
-/// knows give up on one that hangs, and others if a bound was given.
+/// knows give up on one that hangs, and others if they were told when.
 #[derive(Debug)]
 pub struct Client {
     way: Way,
@@ -72,6 +76,8 @@ pub struct Client {
     patience: Duration,
     /// Time for what it is told to do; none waits for as long as that takes.
     bound: Option<Duration>,
+    /// What it must go on to answer meanwhile; none does not ask.
+    hearing: Option<Hearing>,
 }
 
 /// Way in which a daemon is reached.
@@ -104,6 +110,12 @@ impl Client {
         Client { bound: Some(bound), ..self }
     }
 
+    /// The same, which gives up on one that has said nothing about this VM for so long, either, while it does what it is
+    /// told: that may take as long as it takes.
+    pub fn while_heard(self, vm: &str, longest: Duration) -> Client {
+        Client { hearing: Some(Hearing { question: vm_path(vm, ""), longest }), ..self }
+    }
+
     /// Whether it is on this machine.
     pub fn is_local(&self) -> bool {
         matches!(self.way, Way::Socket(_))
@@ -113,7 +125,7 @@ impl Client {
         let runtime = Builder::new_current_thread().enable_all().build();
         let runtime =
             runtime.map_err(|error| Failure::internal(format!("cannot start: {error}")))?;
-        Ok(Client { way, runtime, patience: PATIENCE, bound: None })
+        Ok(Client { way, runtime, patience: PATIENCE, bound: None, hearing: None })
     }
 
     /// Everything on the host.
@@ -301,14 +313,7 @@ impl Client {
     /// [`look`](Client::look), as the daemon writes it.
     fn listen(&self, path: &str, wait: Duration) -> Result<Bytes, Failure> {
         let exchange = self.exchange(Method::GET, path, Bytes::new());
-        self.within(self.patience + wait, exchange)
-    }
-
-    fn within(
-        &self,
-        limit: Duration,
-        exchange: impl Future<Output = Result<(StatusCode, Bytes), Failure>>,
-    ) -> Result<Bytes, Failure> {
+        let limit = self.patience + wait;
         // Made within the runtime, whose clock it needs.
         let bounded = async { timeout(limit, exchange).await };
         let answer = self.runtime.block_on(bounded).map_err(|_| self.hangs(limit))?;
@@ -331,10 +336,13 @@ impl Client {
     /// Sends one request; returns the body of a successful answer.
     fn send(&self, method: Method, path: &str, body: Bytes) -> Result<Bytes, Failure> {
         let exchange = self.exchange(method, path, body);
-        match self.bound {
-            Some(bound) => self.within(bound, exchange),
-            None => successful(self.runtime.block_on(exchange)?),
-        }
+        let answer = async {
+            tokio::select! {
+                answer = exchange => answer,
+                given_up = self.given_up() => Err(given_up),
+            }
+        };
+        successful(self.runtime.block_on(answer)?)
     }
 
     async fn exchange(
@@ -386,6 +394,10 @@ fn understand<T: DeserializeOwned>(answer: &[u8]) -> Result<T, Failure> {
 
 async fn connect(socket: &Path) -> Result<UnixStream, Failure> {
     UnixStream::connect(socket).await.map_err(|error| {
+        if error.kind() == io::ErrorKind::WouldBlock {
+            let message = format!("{} has no room for a connection: it hangs", socket.display());
+            return Failure::new(FailureKind::DaemonSilent, message);
+        }
         let message = format!(
             "cannot reach the daemon on {}: {error}; is `understudy host` running, \
              and may you use its socket?",
@@ -424,46 +436,6 @@ fn encode(body: &impl Serialize) -> Result<Bytes, Failure> {
     let bytes = serde_json::to_vec(body)
         .map_err(|error| Failure::internal(format!("cannot write JSON: {error}")))?;
     Ok(bytes.into())
-}
-
-/// The path of a VM, whatever its user called it.
-fn vm_path(name: &str, call: &str) -> String {
-    path("/v1/vms/", name, call)
-}
-
-fn subject_path(what: &Subject, call: &str) -> String {
-    match what {
-        Subject::Vm(name) => vm_path(name, call),
-        Subject::Cluster(name) => path("/v1/clusters/", name, call),
-    }
-}
-
-/// A path that says which snapshots are meant.
-fn which(
-    call: &str,
-    group: Option<&str>,
-    number: Option<SnapshotNumber>,
-    store: Option<&str>,
-) -> String {
-    let number = number.map(|number| number.to_string());
-    let fields = [("group", group), ("number", number.as_deref()), ("store", store)];
-    let given = fields.iter().filter_map(|(name, value)| Some((name, (*value)?)));
-    let query: Vec<String> =
-        given.map(|(name, value)| path(&format!("{name}="), value, "")).collect();
-    format!("{call}?{}", query.join("&"))
-}
-
-fn path(collection: &str, name: &str, call: &str) -> String {
-    let mut path = collection.to_owned();
-    for byte in name.bytes() {
-        if byte.is_ascii_alphanumeric() || b"-_".contains(&byte) {
-            path.push(byte.into());
-        } else {
-            // Writing to a string cannot fail.
-            let _ = write!(path, "%{byte:02X}");
-        }
-    }
-    path + call
 }
 
 #[cfg(test)]

@@ -14,6 +14,7 @@ use crate::machine::Fittings;
 use crate::pause::Pauser;
 use crate::process::Process;
 use crate::qemu_log::QEMU_LOG;
+use crate::tpm::{Tpm, TpmNote};
 use crate::tracking::logged;
 use crate::watching::Watching;
 use crate::{Machine, MachineEvent, OnEvent};
@@ -68,9 +69,17 @@ pub struct MachineNote {
     /// The file that is each disk's image; none by a release that went by the path alone.
     #[serde(default)]
     disk_files: Vec<FileId>,
+    /// Its TPM; none either by a release that did not pass it on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    tpm: Option<TpmNote>,
 }
 
 impl MachineNote {
+    /// Whether it has what a release did not understand that passed no TPMs on.
+    pub fn has_tpm(&self) -> bool {
+        self.tpm.is_some()
+    }
+
     /// The bytes that QEMU sees of each disk, if they are known.
     pub fn disk_bytes(&self) -> Option<&[u64]> {
         let are_all = self.disk_bytes.len() == self.definition.disks.len();
@@ -129,7 +138,9 @@ impl Machine {
     pub fn adoption_obstacle(&self) -> Option<&'static str> {
         match () {
             () if self.lockstep.is_some() => Some("its QEMU was made for lockstep"),
-            () if self.definition.tpm.is_some() => Some("it has a TPM, which ends with its keeper"),
+            () if self.definition.tpm.is_some() && self.tpm.is_none() => {
+                Some("its TPM was left by a release that did not pass it on")
+            }
             () if !self.awaits_disks => Some("its QEMU would not wait for its disks"),
             () => None,
         }
@@ -153,6 +164,8 @@ impl Machine {
             descriptors.extend(guest.context("QEMU has left one of its cards")?);
             descriptors.push(port.duplicate_tap()?);
         }
+        let (tpm, its_pidfd) = self.tpm.as_ref().map(Tpm::entrusted).transpose()?.unzip();
+        descriptors.extend(its_pidfd);
         let disks = self.disks();
         let block = |block: &RamBlock| BlockNote {
             name: block.name().to_owned(),
@@ -174,6 +187,7 @@ impl Machine {
             keeps_taps: true,
             disk_bytes: disks.iter().map(|disk| disk.export_bytes()).collect(),
             disk_files: disks.iter().map(|disk| disk.file_id()).collect::<Result<_, _>>()?,
+            tpm,
         };
         Ok((note, descriptors))
     }
@@ -215,7 +229,11 @@ impl Machine {
         .unzip();
         let servers = serve_disks(&disks, &home)?;
         let ports = adopt_ports(note, &mut descriptors, &doorbell)?;
-        // From here on an error ends QEMU.
+        let tpm = match note.tpm {
+            Some(tpm) => Some((tpm, descriptors.next()?)),
+            None => None,
+        };
+        // From here on an error ends QEMU, and with it its TPM.
         let log = run_dir.join(QEMU_LOG);
         let process = Arc::new(Process {
             qemu: Qemu::adopt(note.qemu_pid, pidfd, log, note.log_start),
@@ -261,7 +279,7 @@ impl Machine {
             agent,
             _hearing: hearing,
             console_server,
-            tpm: None,
+            tpm: tpm.map(|(tpm, pidfd)| Tpm::adopt(tpm, pidfd, run_dir)),
             presence: Arc::new(()),
         })
     }

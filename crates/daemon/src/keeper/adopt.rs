@@ -452,7 +452,7 @@ mod tests {
         for (word, text) in [
             (
                 Word::Ready(Readable::own()),
-                r#"{"ready":{"least":1,"highest":1,"agents":{"least":8,"highest":9}}}"#,
+                r#"{"ready":{"least":1,"highest":2,"agents":{"least":8,"highest":9}}}"#,
             ),
             (Word::Adopted(adopted), r#"{"adopted":{"former":7,"still_ms":38}}"#),
             (Word::Lost("it ended".to_owned()), r#"{"lost":"it ended"}"#),

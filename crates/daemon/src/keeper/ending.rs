@@ -2,7 +2,7 @@
 //! its daemon are still there: each hands its VM over, or has it power off, as after any SIGTERM.
 
 use super::note::{self, Process};
-use super::vm_of;
+use super::{SOCKET, vm_of};
 use crate::file_lock;
 use nix::poll::PollTimeout;
 use nix::sys::signal::Signal;
@@ -11,6 +11,8 @@ use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, Scope};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_protocol::VmName;
@@ -20,6 +22,8 @@ use understudy_qemu::process::{has_ended, pidfd_of, signal};
 const MARK: &str = ".ending";
 /// Time between two looks at whether the time is over, in milliseconds.
 const LOOK_MS: u16 = 500;
+/// Pause between two questions whether a keeper still answers, in milliseconds.
+const ASK_MS: u16 = 1000;
 
 /// VMs whose keepers have not ended.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -28,15 +32,31 @@ pub struct Left {
     pub untold: Vec<VmName>,
     /// Their keepers were told to end, and have not in time.
     pub unended: Vec<VmName>,
+    /// Their keepers hang: they were told to end, and have answered nothing since.
+    pub silent: Vec<VmName>,
+}
+
+/// The longest that a keeper is waited for, and how it is found out that it hangs.
+pub struct Patience<H> {
+    /// Time for one to end, from the last moment on at which another one has.
+    pub end: Duration,
+    /// Time for one to say anything meanwhile.
+    pub silence: Duration,
+    /// Whether a VM's keeper says something on this socket of its API. One that listens no more is about to end.
+    pub hears: H,
 }
 
 /// Tells all keepers of a host to end, but for those that end already, and waits until they have. With each of them
-/// `goes_on` is called, and the others have so much time again. One that another host has begun meanwhile is not waited
-/// for: it backs up what may as well have no backup.
-pub fn end_all(state_dir: &Path, patience: Duration, goes_on: impl Fn()) -> io::Result<Left> {
+/// `goes_on` is called, and the others have so much time again. One that hangs is given up much sooner, and one that another
+/// host has begun meanwhile is not waited for: it backs up what may as well have no backup.
+pub fn end_all(
+    state_dir: &Path,
+    patience: &Patience<impl Fn(&VmName, &Path) -> bool + Sync>,
+    goes_on: impl Fn(),
+) -> io::Result<Left> {
     let _mark = mark(state_dir);
     let Keepers { alive, unknown } = Keepers::below(state_dir)?;
-    let mut left = Left { untold: unknown, unended: Vec::new() };
+    let mut left = Left { untold: unknown, ..Left::default() };
     let mut ending = Vec::new();
     for keeper in alive.into_values() {
         match keeper.tell() {
@@ -48,16 +68,37 @@ pub fn end_all(state_dir: &Path, patience: Duration, goes_on: impl Fn()) -> io::
         }
     }
     goes_on();
+    let over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        for keeper in &ending {
+            keeper.listen_in(scope, state_dir, patience, &over);
+        }
+        let awaited = await_ends(&ending, patience.end, goes_on, &mut left);
+        over.store(true, Ordering::Release);
+        awaited
+    })?;
+    Ok(left)
+}
+
+/// Waits until all of these have ended, or are given up.
+fn await_ends(
+    ending: &[Keeper],
+    patience: Duration,
+    goes_on: impl Fn(),
+    left: &mut Left,
+) -> io::Result<()> {
     let mut deadline = Instant::now() + patience;
     for keeper in ending {
-        if !keeper.ends_by(deadline)? {
-            left.unended.extend(keeper.vms);
-            continue;
+        match keeper.ends_by(deadline)? {
+            Ended::Yes => {
+                goes_on();
+                deadline = Instant::now() + patience;
+            }
+            Ended::Late => left.unended.extend(keeper.vms.iter().cloned()),
+            Ended::Hangs => left.silent.extend(keeper.vms.iter().cloned()),
         }
-        goes_on();
-        deadline = Instant::now() + patience;
     }
-    Ok(left)
+    Ok(())
 }
 
 /// Whether the keepers of the host with this state directory are being ended: it is about to go down.
@@ -86,7 +127,17 @@ struct Keeper {
     process: OwnedFd,
     /// It was told already: told once more, it would cut its guests.
     ending: bool,
+    /// It has said nothing for too long.
+    hangs: AtomicBool,
     vms: Vec<VmName>,
+}
+
+/// Outcome of the wait for a keeper's end.
+enum Ended {
+    Yes,
+    /// Not in time.
+    Late,
+    Hangs,
 }
 
 impl Keeper {
@@ -105,13 +156,53 @@ impl Keeper {
         Ok(())
     }
 
-    fn ends_by(&self, deadline: Instant) -> io::Result<bool> {
+    fn ends_by(&self, deadline: Instant) -> io::Result<Ended> {
         loop {
             if has_ended(self.process.as_fd(), PollTimeout::from(LOOK_MS))? {
-                return Ok(true);
+                return Ok(Ended::Yes);
+            }
+            if self.hangs.load(Ordering::Acquire) {
+                return Ok(Ended::Hangs);
             }
             if Instant::now() > deadline {
-                return Ok(false);
+                return Ok(Ended::Late);
+            }
+        }
+    }
+
+    /// Has it asked how it is in a thread of its own, until nobody waits for it any more. Without a thread it is waited for
+    /// all the same.
+    fn listen_in<'scope>(
+        &'scope self,
+        scope: &'scope Scope<'scope, '_>,
+        state_dir: &'scope Path,
+        patience: &'scope Patience<impl Fn(&VmName, &Path) -> bool + Sync>,
+        over: &'scope AtomicBool,
+    ) {
+        let listen = move || self.listen(state_dir, patience, over);
+        if let Err(error) = thread::Builder::new().spawn_scoped(scope, listen) {
+            warn!(vms = %self.names(), "nobody looks whether their keeper hangs: no thread: {error}");
+        }
+    }
+
+    /// Asks how it is until nobody waits for it any more, or it has said nothing for too long.
+    fn listen(
+        &self,
+        state_dir: &Path,
+        patience: &Patience<impl Fn(&VmName, &Path) -> bool>,
+        over: &AtomicBool,
+    ) {
+        let hears = |vm: &VmName| (patience.hears)(vm, &vm.below(state_dir).join(SOCKET));
+        let mut heard = Instant::now();
+        while !over.load(Ordering::Acquire) {
+            if self.vms.iter().all(hears) {
+                heard = Instant::now();
+            } else if heard.elapsed() >= patience.silence {
+                return self.hangs.store(true, Ordering::Release);
+            }
+            // An error shows in whoever waits for it.
+            if has_ended(self.process.as_fd(), PollTimeout::from(ASK_MS)).unwrap_or(true) {
+                return;
             }
         }
     }
@@ -132,7 +223,8 @@ impl Keepers {
             match keeper_of(&vm.below(state_dir)) {
                 Ok(None) => {}
                 Ok(Some((Process { pid, ending }, process))) => {
-                    let keeper = || Keeper { process, ending: false, vms: Vec::new() };
+                    let hangs = AtomicBool::new(false);
+                    let keeper = || Keeper { process, ending: false, hangs, vms: Vec::new() };
                     let keeper = keepers.alive.entry(pid).or_insert_with(keeper);
                     keeper.ending |= ending;
                     keeper.vms.push(vm);
@@ -173,14 +265,17 @@ mod tests {
     use super::super::note::Claim;
     use super::*;
     use std::process::{Child, Command};
-    use std::sync::atomic::{AtomicUsize, Ordering};
-    use std::thread;
+    use std::sync::atomic::AtomicUsize;
     use understudy_protocol::literal;
 
     const LONG: Duration = Duration::from_secs(60);
 
+    fn patience(end: Duration) -> Patience<impl Fn(&VmName, &Path) -> bool + Sync> {
+        Patience { end, silence: LONG, hears: |_: &VmName, _: &Path| true }
+    }
+
     fn end(state_dir: &Path) -> Left {
-        end_all(state_dir, LONG, || ()).unwrap()
+        end_all(state_dir, &patience(LONG), || ()).unwrap()
     }
 
     /// A process in a keeper's place, which is not this one. It writes down that it was told, and ends a moment after
@@ -209,7 +304,7 @@ mod tests {
         let mut keeper = counting(&counted);
         let claims = [&db, &cache].map(|vm| claimed_by(keeper.id(), directory, vm));
         let calls = AtomicUsize::new(0);
-        let left = end_all(directory, LONG, || {
+        let left = end_all(directory, &patience(LONG), || {
             calls.fetch_add(1, Ordering::Relaxed);
         });
         assert_eq!(left.unwrap(), Left::default());
@@ -218,7 +313,7 @@ mod tests {
         assert_eq!(fs::read_to_string(&counted).unwrap(), "\ntold\n", "once for both");
         fs::write(db.below(directory).join("keeper.json"), "{}").unwrap();
         fs::remove_file(cache.below(directory).join("keeper.json")).unwrap();
-        let left = Left { untold: vec![db], unended: Vec::new() };
+        let left = Left { untold: vec![db], ..Left::default() };
         assert_eq!(end(directory), left, "nobody knows whose lock it is");
         drop(claims);
         // What another test starts at this moment has the locks, too, until it is another program.
@@ -257,13 +352,39 @@ mod tests {
         claim.note_ending().unwrap();
         let file = db.below(directory).join("keeper.json");
         fs::write(&file, said_by(keeper.id(), &file)).unwrap();
-        let left = end_all(directory, Duration::ZERO, || assert!(is_under_way(directory))).unwrap();
-        assert_eq!(left, Left { untold: Vec::new(), unended: vec![db] });
+        let goes_on = || assert!(is_under_way(directory));
+        let left = end_all(directory, &patience(Duration::ZERO), goes_on).unwrap();
+        assert_eq!(left, Left { unended: vec![db], ..Left::default() });
         assert!(!is_under_way(directory));
         assert_eq!(fs::read_to_string(&counted).unwrap(), "\n", "it was told");
         keeper.kill().unwrap();
         keeper.wait().unwrap();
         drop(claim);
+    }
+
+    // Before, the host's shutdown waited for it as long as for one that hands its VMs over.
+    #[test]
+    fn a_keeper_that_answers_nothing_is_given_up_long_before_one_that_answers() {
+        let directory = tempfile::tempdir().unwrap();
+        let directory = directory.path();
+        let (db, web): (VmName, VmName) = (literal("db"), literal("web"));
+        let stopped = || {
+            let keeper = Command::new("sleep").arg("600").spawn().unwrap();
+            signal(pidfd_of(keeper.id()).unwrap().as_fd(), Signal::SIGSTOP).unwrap();
+            keeper
+        };
+        let mut keepers = [stopped(), stopped()];
+        let _claims = [(&keepers[0], &db), (&keepers[1], &web)]
+            .map(|(it, vm)| claimed_by(it.id(), directory, vm));
+        let hears = |vm: &VmName, socket: &Path| vm.as_str() == "web" && socket.ends_with(SOCKET);
+        let moment = Duration::from_secs(3);
+        let patience = Patience { end: moment, silence: Duration::ZERO, hears };
+        let left = end_all(directory, &patience, || ()).unwrap();
+        assert_eq!(left, Left { unended: vec![web], silent: vec![db], ..Left::default() });
+        for keeper in &mut keepers {
+            keeper.kill().unwrap();
+            keeper.wait().unwrap();
+        }
     }
 
     /// A keeper's note of this process, as if it were another one's.

@@ -78,7 +78,7 @@ impl Host {
         if let Some(obstacle) = machine.adoption_obstacle() {
             return refuse(format!("{obstacle}; stop it and start it again, or hand it over"));
         }
-        reads.check(machine.agent_version())?;
+        reads.check(machine.definition().tpm.is_some(), machine.agent_version())?;
         let snapshots = &self.snapshots;
         if snapshots.is_taking(name)
             || snapshots.is_restoring(name)

@@ -14,8 +14,10 @@ use understudy_memory::agent::ADOPTED_AGENTS;
 use understudy_protocol::{Generation, HostName, Spoken};
 use understudy_report::error::{ErrorKind, HostError};
 
-/// The version that this program leaves.
-pub const VERSION: u32 = 1;
+/// The version that this program leaves, of a VM with a TPM.
+pub const VERSION: u32 = 2;
+/// The same of any other: releases before this one go on with that.
+const WITHOUT_TPM: u32 = 1;
 
 /// Facts that must be known of a VM, beside its descriptors.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -39,7 +41,8 @@ impl Legacy {
         protected_to: Option<HostName>,
         machine: MachineNote,
     ) -> Legacy {
-        Legacy { version: VERSION, keeper: std::process::id(), generation, protected_to, machine }
+        let version = version_of(machine.has_tpm());
+        Legacy { version, keeper: std::process::id(), generation, protected_to, machine }
     }
 
     /// Reads what the last keeper has written; an error says why this program does not understand
@@ -59,6 +62,11 @@ impl Legacy {
     }
 }
 
+/// The version of what this program leaves of a VM.
+fn version_of(has_tpm: bool) -> u32 {
+    if has_tpm { VERSION } else { WITHOUT_TPM }
+}
+
 /// Versions that a keeper goes on with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Readable {
@@ -71,7 +79,7 @@ pub struct Readable {
 }
 
 /// The versions that this program reads.
-const READ: Spoken = Spoken { least: VERSION, highest: VERSION };
+const READ: Spoken = Spoken { least: WITHOUT_TPM, highest: VERSION };
 
 /// The versions of the agent in QEMUs that are left by keepers which do not compare them.
 const UNCOMPARED_AGENTS: [u32; 2] = [8, 9];
@@ -90,12 +98,14 @@ impl Readable {
         Readable { legacies: READ, agents: Some(agents) }
     }
 
-    /// Refuses to leave something to a keeper that would not understand it, or the agent, of this version, of its QEMU.
-    pub fn check(self, agent: u32) -> Result<(), HostError> {
+    /// Refuses to leave a VM to a keeper that would not understand what is left of it, or the agent, of this version, of
+    /// its QEMU.
+    pub fn check(self, has_tpm: bool, agent: u32) -> Result<(), HostError> {
         let Readable { legacies, agents } = self;
-        if !legacies.contains(VERSION) {
+        let version = version_of(has_tpm);
+        if !legacies.contains(version) {
             return Err(refused(format!(
-                "what this one leaves (version {VERSION}; it reads {legacies})"
+                "what this one leaves (version {version}; it reads {legacies})"
             )));
         }
         match agents {
@@ -130,7 +140,7 @@ fn refused(what: String) -> HostError {
 /// A test has it be of another version for as long as there is the file that the fail point names.
 fn another_in_a_test(version: u32) -> u32 {
     fail::fail_point!("read-legacy", |file| {
-        version + u32::from(file.is_some_and(|file| Path::new(&file).exists()))
+        version + VERSION * u32::from(file.is_some_and(|file| Path::new(&file).exists()))
     });
     version
 }
@@ -154,16 +164,20 @@ mod tests {
     #[test]
     fn nothing_is_left_to_a_keeper_that_does_not_understand_it() {
         let agents = Some((AGENT, AGENT + 1));
-        assert!(Readable::own().check(AGENT).is_ok());
-        assert!(reads((0, VERSION + 1), agents).check(AGENT).is_ok());
+        for has_tpm in [false, true] {
+            assert!(Readable::own().check(has_tpm, AGENT).is_ok());
+            assert!(reads((0, VERSION + 1), agents).check(has_tpm, AGENT).is_ok());
+        }
+        // As a release before this says it.
+        assert!(reads((1, 1), agents).check(false, AGENT).is_ok());
         for reads in [
             reads((VERSION + 1, VERSION + 2), agents),
-            reads((0, VERSION - 1), agents),
+            reads((1, 1), agents),
             reads((VERSION, VERSION), Some((AGENT + 1, AGENT + 2))),
             reads((VERSION, VERSION), Some((0, AGENT - 1))),
             reads((VERSION, VERSION), None),
         ] {
-            let error = reads.check(AGENT).unwrap_err();
+            let error = reads.check(true, AGENT).unwrap_err();
             assert!(error.message.contains("would not understand"), "{error}");
         }
     }

@@ -37,7 +37,8 @@ use watchdog::Petter;
 
 /// Time between two looks.
 const LOOK: Duration = Duration::from_millis(100);
-/// The same while no VM runs here, as in a daemon beside keepers: one that comes is told.
+/// The same while no VM has a lease, as one that is protected has none: that its first begins so much later is as if it had
+/// become a sole owner later. One that comes is told.
 const IDLE: Duration = Duration::from_secs(1);
 /// Pause before a guest whose QEMU has not answered is told again to stand still, or to go on.
 const AGAIN: Duration = Duration::from_secs(1);
@@ -92,7 +93,9 @@ fn keep(host: &Weak<Host>, errands: &Errands, mut watchdog: Petter) {
         for vm in &vms {
             host.look_at_lease(vm, now, errands);
         }
-        let pause = if vms.is_empty() && !watchdog.is_armed() { IDLE } else { LOOK };
+        let has_lease = |vm: &Arc<PrimaryVm>| vm.lease(|it| it.is_held() || it.has_run_out());
+        let is_due = watchdog.is_armed() || vms.iter().any(has_lease);
+        let pause = if is_due { LOOK } else { IDLE };
         drop((vms, host));
         stillness.expect_within(pause);
         watchdog.pet(pause);

@@ -47,6 +47,8 @@ fn expected(note: &MachineNote) -> Vec<Kind> {
         kinds.extend([Socket, File]);
         kinds.extend(note.keeps_taps.then_some(Other));
     }
+    // The pidfd of its TPM.
+    kinds.extend(note.tpm.map(|_| Other));
     kinds
 }
 
@@ -125,6 +127,10 @@ mod tests {
     fn those_of_a_machine_are_taken_and_no_others() {
         let whole = expected(&note(true));
         assert_eq!(whole.len(), expected(&note(false)).len() + 3, "a card has three");
+        let mut with_tpm = serde_json::to_value(note(true)).unwrap();
+        with_tpm["tpm"] = serde_json::json!({ "pid": 2, "log_start": 0 });
+        let with_tpm: MachineNote = serde_json::from_value(with_tpm).unwrap();
+        assert_eq!(expected(&with_tpm), [&whole[..], &[Kind::Other]].concat());
         assert_eq!(said(&whole), None);
         let [fewer, more] = [&whole[1..], &[&whole[..], &[Kind::File]].concat()];
         for wrong in [&[], fewer, more] {

@@ -14,8 +14,10 @@ pub use mirror::TpmMirror;
 use crate::Plan;
 use crate::qemu_log::SWTPM_LOG;
 use anyhow::{Context, bail};
+use serde::{Deserialize, Serialize};
 use std::fs;
-use std::os::fd::{AsFd, AsRawFd};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -28,6 +30,14 @@ use understudy_qemu::{Qemu, Role};
 const PROGRAM: &str = "swtpm";
 /// Time for the end of a swtpm whose QEMU has ended: it may be writing.
 const PATIENCE: Duration = Duration::from_secs(2);
+
+/// What must be known of a swtpm, beside its pidfd, to go on with it in another process. QEMU has its connection.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct TpmNote {
+    pid: u32,
+    /// Offset at which its words begin in its log.
+    log_start: u64,
+}
 
 /// A swtpm, which ends when its QEMU does.
 pub(crate) struct Tpm {
@@ -67,6 +77,18 @@ impl Tpm {
         }
         let run_dir = plan.run_dir.to_owned();
         Ok(Some((Tpm { process, run_dir, used: AtomicU64::new(0) }, qemus)))
+    }
+
+    /// What the next process needs to go on with it.
+    pub(crate) fn entrusted(&self) -> io::Result<(TpmNote, OwnedFd)> {
+        let note = TpmNote { pid: self.process.pid(), log_start: self.process.log_start() };
+        Ok((note, self.process.as_fd().try_clone_to_owned()?))
+    }
+
+    /// One that another process has started, which is no more.
+    pub(crate) fn adopt(note: TpmNote, pidfd: OwnedFd, run_dir: &Path) -> Tpm {
+        let process = Qemu::adopt(note.pid, pidfd, run_dir.join(SWTPM_LOG), note.log_start);
+        Tpm { process, run_dir: run_dir.to_owned(), used: AtomicU64::new(0) }
     }
 
     /// Whether it has used a processor, or waited for one, since the last look.

@@ -1,6 +1,7 @@
 //! VMs that have a keeper: what the daemon's API is asked about one goes to the keeper's own, and
 //! what the keeper tells is told on.
 
+mod asking;
 mod cut;
 mod relay;
 mod together;
@@ -9,6 +10,7 @@ pub use relay::follow;
 
 use super::control::Control;
 use crate::metrics::KeptPage;
+use asking::{ask, start};
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::resume_unwind;
 use std::path::Path;
@@ -16,9 +18,8 @@ use std::sync::Arc;
 use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 use together::{Together, together};
-use understudy_client::{Client, Failure, FailureKind, Subject};
+use understudy_client::{Client, Failure, Subject};
 use understudy_daemon::Host;
-use understudy_daemon::config::LONGEST_LEASE;
 use understudy_daemon::keeper::Keeper;
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::{CheckedDefinition, VmDefinition};
@@ -35,12 +36,8 @@ use understudy_report::{ErrorKind, HostError, Meters};
 use understudy_snapshot::SnapshotNumber;
 use understudy_threads::inherit;
 
-/// Time for a keeper to say what it knows: one that hangs must not hide the others.
-const PATIENCE: Duration = Duration::from_secs(2);
 /// Keepers that are asked at the same time, at most.
 const AT_ONCE: usize = 16;
-/// Time for a keeper to start a VM, beside the lease of a silent host that it may wait for.
-const START_PATIENCE: Duration = LONGEST_LEASE.saturating_add(Duration::from_secs(60));
 /// Time for a keeper whose VM has ended to end, and between two looks at that.
 const END_PATIENCE: Duration = Duration::from_secs(10);
 const END_LOOK: Duration = Duration::from_millis(10);
@@ -144,16 +141,6 @@ fn has_nothing(keeper: &Keeper) -> bool {
     status.is_err_and(|error| matches!(error.kind, ErrorKind::NotFound | ErrorKind::Unreachable))
 }
 
-/// Asks a keeper.
-fn ask<T>(
-    vm: &VmName,
-    socket: &Path,
-    question: impl FnOnce(&Client) -> Result<T, Failure>,
-) -> Result<T, HostError> {
-    let client = Client::new(socket).map(|client| client.patient(PATIENCE));
-    understood(vm, client.and_then(|client| question(&client)))
-}
-
 /// Asks keepers at the same time: those that hang are waited for together.
 fn ask_each<T: Send>(keepers: &[Keeper], question: impl Fn(&Keeper) -> Option<T> + Sync) -> Vec<T> {
     let question = &question;
@@ -173,34 +160,6 @@ fn ask_each<T: Send>(keepers: &[Keeper], question: impl Fn(&Keeper) -> Option<T>
         })
     };
     keepers.chunks(AT_ONCE).flat_map(ask_some).collect()
-}
-
-/// Has a keeper start a VM.
-fn start<T>(
-    vm: &VmName,
-    socket: &Path,
-    order: impl FnOnce(&Client) -> Result<T, Failure>,
-) -> Result<T, HostError> {
-    let client = Client::new(socket).map(|client| client.bounded(START_PATIENCE));
-    understood(vm, client.and_then(|client| order(&client)))
-}
-
-fn understood<T>(vm: &VmName, answer: Result<T, Failure>) -> Result<T, HostError> {
-    answer.map_err(|failure| match failure.kind {
-        FailureKind::Host(kind) => HostError::new(kind, failure.message),
-        FailureKind::Usage | FailureKind::Degraded | FailureKind::DaemonUnreachable => {
-            let message = format!("the keeper of {vm} does not answer: {}", failure.message);
-            HostError::new(ErrorKind::Unreachable, message)
-        }
-        FailureKind::DaemonSilent => HostError::new(ErrorKind::Unreachable, silent(vm)),
-    })
-}
-
-fn silent(vm: &VmName) -> String {
-    format!(
-        "the keeper of {vm} does not answer: it hangs, or waits; if that lasts `understudy vm stop {vm} --force` ends it, \
-         and what it runs or backs up here (`understudy status {vm}` has its process)"
-    )
 }
 
 impl Control for Routed {

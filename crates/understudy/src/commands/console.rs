@@ -10,7 +10,11 @@ use understudy_report::ErrorKind;
 
 /// Connects until the user or the guest leaves.
 pub fn run(client: &Client, name: &str) -> Result<Exit, Failure> {
-    let Some(path) = client.vm_status(name)?.console else {
+    let status = client.vm_status(name)?;
+    if let Some(unheard) = status.unheard {
+        return Err(Failure::new(FailureKind::Host(ErrorKind::Unreachable), unheard));
+    }
+    let Some(path) = status.console else {
         let message = format!("{name} has no console on this host");
         return Err(Failure::new(FailureKind::Host(ErrorKind::NotFound), message));
     };

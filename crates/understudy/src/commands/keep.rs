@@ -16,9 +16,9 @@ use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
-use understudy_client::{Exit, Failure};
+use understudy_client::{Client, Exit, Failure, FailureKind};
 use understudy_daemon::config::{Ending, HostConfig};
-use understudy_daemon::keeper::ending::{self, Left};
+use understudy_daemon::keeper::ending::{self, Left, Patience};
 use understudy_daemon::keeper::order::Order;
 use understudy_daemon::keeper::places::{Close, Door};
 use understudy_daemon::keeper::rights;
@@ -30,6 +30,9 @@ use understudy_report::{ErrorKind, HostError};
 
 /// Time for what was asked to be answered: who ended the VM is to hear that, on a busy host, too.
 const LAST_ANSWERS: Duration = Duration::from_secs(8);
+/// Time for one that is told to end to say anything while it does, and for each answer.
+const SILENCE: Duration = Duration::from_secs(30);
+const ANSWER: Duration = Duration::from_secs(5);
 
 /// Keeps a VM, and those of its group that come, until they are gone, or until SIGTERM; follows an order
 /// about it first. These files are the VM's.
@@ -83,7 +86,8 @@ pub fn end_all(config: &Path) -> Result<Exit, Failure> {
             manager.tell(&[Notice::StillStopping(patience)]);
         }
     };
-    let left = ending::end_all(&state_dir, patience, goes_on).map_err(|error| {
+    let waits = Patience { end: patience, silence: SILENCE, hears };
+    let left = ending::end_all(&state_dir, &waits, goes_on).map_err(|error| {
         Failure::internal(format!(
             "the keepers in {} cannot be found: {error}",
             state_dir.display()
@@ -93,6 +97,12 @@ pub fn end_all(config: &Path) -> Result<Exit, Failure> {
         None => Ok(Exit::Ok),
         Some(words) => Err(Failure::internal(words)),
     }
+}
+
+/// Whether a VM's keeper answers, or takes no questions any more, as one that is about to end.
+fn hears(vm: &VmName, socket: &Path) -> bool {
+    let status = Client::new(socket).and_then(|client| client.patient(ANSWER).vm_status(vm));
+    !status.is_err_and(|failure| failure.kind == FailureKind::DaemonSilent)
 }
 
 /// Words about the VMs whose keepers have not ended.
@@ -112,7 +122,12 @@ fn unended(left: &Left, patience: Duration) -> Option<String> {
         &format!("have not ended within {seconds} s"),
         "what they wait for is in their logs; SIGTERM to one that ends already cuts its guests",
     );
-    let words: Vec<String> = untold.into_iter().chain(late).collect();
+    let silent = about(
+        &left.silent,
+        &format!("have answered nothing for {} s and have not ended: they hang", SILENCE.as_secs()),
+        "`understudy vm stop VM --force` ends one and what it runs or backs up here; the end of this host cuts them",
+    );
+    let words: Vec<String> = untold.into_iter().chain(late).chain(silent).collect();
     (!words.is_empty()).then(|| words.join("; "))
 }
 

@@ -3,16 +3,34 @@
 use crate::keepers::{answered, begin, kept, signal_keeper, told, with_keepers};
 use crate::kept_backups::with_repair;
 use crate::kept_groups::{shared, with_group};
-use crate::stage::{LIMIT, await_forgotten, has_backup, play, prove_survival, refusal};
+use crate::refusals::quick;
+use crate::stage::{LIMIT, await_forgotten, has_backup, play, prove_survival, refusal, refused};
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 use std::fs;
+use std::thread;
+use std::time::{Duration, Instant};
 use understudy_lab::companion::{COMPANION, Companion};
 use understudy_lab::scene::VM;
-use understudy_lab::{Part, Scene, wait_for};
+use understudy_lab::{Part, Scene, SceneOptions, wait_for};
 
 const STOP: [&str; 4] = ["vm", "stop", VM, "--force"];
+
+/// The bound on the silence of a keeper, as it is documented, and what it may take on a busy machine to tell of it.
+const SILENCE: Duration = Duration::from_secs(30);
+const TOLD_WITHIN: Duration = Duration::from_secs(90);
+
+/// A VM in a keeper whose guest hears nobody who asks it to power off, and is given an hour for that.
+fn with_a_deaf_guest() -> SceneOptions {
+    let mut options = quick();
+    if let Some(daemon) = options.daemons.get_mut("a") {
+        let settings = std::mem::take(&mut daemon.settings);
+        daemon.settings =
+            format!("keepers = true\n{settings}[shutdown]\npower_off_seconds = 3600\n");
+    }
+    options
+}
 
 /// Has the VM's keeper on a host hang for good; its process.
 fn hang(scene: &Scene, host: &str) -> Result<u64> {
@@ -104,6 +122,60 @@ fn a_hung_keeper_that_has_other_vms_too_is_not_ended_for_one_of_them() {
         scene.host("a")?.call(["vm", "stop", COMPANION, "--force"])?;
         // Fails if it has ended.
         let _ = scene.host("a")?.cli(STOP)?;
+        await_forgotten(scene, "a")
+    });
+}
+
+/// Each waited without end, whatever the keeper did.
+#[test]
+fn orders_about_a_hung_keeper_end_and_one_that_takes_long_does_not_while_it_lives() {
+    play(with_a_deaf_guest(), |scene| {
+        scene.start_guest("a")?;
+        answered(scene, VM)?;
+        let host = scene.host("a")?;
+        let mut stop = host.begin(["vm", "stop", VM])?;
+        thread::sleep(SILENCE + SILENCE / 2);
+        ensure!(stop.try_wait()?.is_none(), "it was given up: {:?}", stop.wait_with_output()?);
+        hang(scene, "a")?;
+        let begun = Instant::now();
+        let orders: [&[&str]; 5] = [
+            &["failover", VM],
+            &["unprotect", VM],
+            &["protect", VM, "--to", "b"],
+            &["vm", "stop", VM],
+            &["vm", "console", VM],
+        ];
+        let mut told = vec![("the stop before".to_owned(), stop)];
+        for order in orders {
+            told.push((order.join(" "), host.begin(order)?));
+        }
+        for (order, child) in told {
+            let (code, words) = refused(&child.wait_with_output()?, &order)?;
+            ensure!(code == 1 && words.contains("does not answer"), "{order}: {code}: {words}");
+            ensure!(words.contains(&format!("`understudy vm stop {VM} --force`")), "{words}");
+        }
+        ensure!(begun.elapsed() < TOLD_WITHIN, "after {:?}", begun.elapsed());
+        host.call(STOP)?;
+        await_forgotten(scene, "a")
+    });
+}
+
+/// The end of the host waited four minutes for it, and said no more than that it was late.
+#[test]
+fn a_hung_keeper_is_named_and_given_up_when_all_are_to_end() {
+    play(with_a_deaf_guest(), |scene| {
+        scene.start_guest("a")?;
+        hang(scene, "a")?;
+        let host = scene.host("a")?;
+        let config = host.directory().join("host.toml");
+        let begun = Instant::now();
+        let (code, words) = refusal(host, &["end-keepers", "--config", &config.to_string_lossy()])?;
+        ensure!(
+            code == 1 && words.contains(&format!("the keepers of {VM} have answered nothing")),
+            "{words}"
+        );
+        ensure!(begun.elapsed() < TOLD_WITHIN, "after {:?}", begun.elapsed());
+        host.call(STOP)?;
         await_forgotten(scene, "a")
     });
 }

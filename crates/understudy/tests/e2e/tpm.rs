@@ -1,6 +1,7 @@
 //! A guest's TPM is the same one on whichever host it begins again.
 
 use crate::recover::lose;
+use crate::replaced_keepers::{Dying, answered, await_protected_again, replace};
 use crate::sick_disks::Failing;
 use crate::stage::{Calm, LIMIT, await_degraded, options, play, protect_when_taken, refusal};
 use anyhow::{Context, Result, ensure};
@@ -136,5 +137,33 @@ fn a_guest_that_begins_on_its_mirror_has_its_tpm() {
         scene.await_guest()?;
         ensure!(tpm_says(&mut scene.shell()?, READ_PUBLIC)? == "00000000", "another TPM");
         b.call(["vm", "stop", VM, "--force"]).map(drop)
+    });
+}
+
+/// A keeper's process alone had the TPM's: it was not replaced while the guest ran.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_guests_tpm_goes_on_while_its_keeper_is_replaced_and_where_the_next_one_dies() {
+    let (dying, options) = Dying::at("adopt").expect("a file");
+    play(SceneOptions { booted: false, ..options }, |scene| {
+        let mut shell = protected_with_tpm(scene)?;
+        let defined = tpm_says(&mut shell, DEFINE)?;
+        ensure!(defined == "00000000", "the TPM refuses: {defined}");
+        let before = answered(scene)?;
+        let output = scene.host("a")?.cli(["upgrade", "--keepers", VM])?;
+        let words = String::from_utf8_lossy(&output.stdout).into_owned();
+        ensure!(words.contains("the next one does not go on with the guest"), "{words}");
+        dying.no_more()?;
+        await_protected_again(scene, "a")?;
+        ensure!(answered(scene)?.qemu == before.qemu, "another QEMU");
+        replace(scene)?;
+        await_protected_again(scene, "a")?;
+        let found = tpm_says(&mut scene.shell()?, READ_PUBLIC)?;
+        ensure!(found == "00000000", "it is another TPM: {found}");
+        scene.host_mut("a")?.kill_everything()?;
+        scene.await_live("b")?;
+        let found = tpm_says(&mut scene.shell()?, READ_PUBLIC)?;
+        ensure!(found == "00000000", "it is another TPM on the backup: {found}");
+        scene.host("b")?.call(["vm", "stop", VM, "--force"]).map(drop)
     });
 }

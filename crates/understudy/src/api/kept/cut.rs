@@ -1,6 +1,7 @@
 //! `vm stop --force` of a VM that has a keeper, which may hang.
 
-use super::{Routed, comes_true, understood};
+use super::asking::understood;
+use super::{Routed, comes_true};
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};

@@ -1,6 +1,6 @@
 //! Events of keepers, taken over into the daemon's journal.
 
-use super::ask;
+use super::asking::ask;
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread;
