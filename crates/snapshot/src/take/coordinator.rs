@@ -97,9 +97,11 @@ impl Taker {
         &self.phase
     }
 
-    /// Whether no message needs to be sent any more.
+    /// Whether no message needs to be sent any more. While the manifest is being written nobody knows what to say,
+    /// though no member may be left to hear it.
     pub fn is_over(&self) -> bool {
-        self.members.iter().all(|state| *state == State::Over)
+        self.phase != TakerPhase::Publishing
+            && self.members.iter().all(|state| *state == State::Over)
     }
 
     /// Time at which [`TakerEvent::Tick`] is due next, if nothing else happens.
