@@ -4,7 +4,7 @@ use super::{About, Part, TakeOrder, TakeReport};
 use crate::contact::{Contact, Failure, Silence};
 use crate::{Member, SnapshotNumber};
 use std::time::Duration;
-use understudy_protocol::Time;
+use understudy_protocol::{Time, planted};
 
 /// Time in which a store has to say whether the manifest is there: its host looks for every chunk
 /// before. All members wait for that, and none can be protected.
@@ -169,6 +169,10 @@ impl Taker {
         if let Some(parts) = self.members.iter().map(part).collect() {
             self.phase = TakerPhase::Publishing;
             actions.push(TakerAction::Publish(parts));
+            if planted!(CommitUnpublished) {
+                self.phase = TakerPhase::Done;
+                self.send_all(actions);
+            }
         }
     }
 
@@ -183,6 +187,7 @@ impl Taker {
 
     fn may_fail(&self) -> bool {
         matches!(self.phase, TakerPhase::Preparing | TakerPhase::Saving)
+            || (self.phase == TakerPhase::Publishing && planted!(FailWhatIsPublished))
     }
 
     fn give_up(&mut self, failure: Failure, actions: &mut Vec<TakerAction>) {
