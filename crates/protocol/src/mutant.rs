@@ -1,5 +1,5 @@
-//! Planted bugs: with the feature `mutants` this crate, and `understudy-session`, can be made to decide
-//! wrongly, and the simulator's checks must notice.
+//! Planted bugs: with the feature `mutants` this crate, `understudy-session` and `understudy-snapshot` can be
+//! made to decide wrongly, and the simulator's checks must notice.
 //!
 //! Only the package `understudy-protocol-planted`, which is this source again, has the feature, and
 //! only the simulator uses that package: no daemon has any of this.
@@ -170,6 +170,72 @@ mutants! {
     ForgetTheClaim,
     /// A host starts a VM that is another's.
     StartForeign,
+    /// An epoch of a group is acknowledged although a member's part of it is missing.
+    CommitWithoutAll,
+    /// A member of a group runs on before all stand still.
+    PassTheGate,
+    /// A group is handed back as soon as one member's guest has ended.
+    HandBackBesideOthers,
+    /// A group is started although the record of a member is not written.
+    StartWithoutOne,
+    /// A member of a group is heard as soon as it runs, whatever becomes of the others.
+    HearOneByOne,
+    /// The members of a group end with one, wherever they are.
+    EndTheOthers,
+    /// A member reads at once what another has sent behind its snapshot.
+    ReadFromBehind,
+    /// What a member was given and has not read is in no snapshot.
+    ForgetTheUnread,
+    /// A member that has taken its snapshot does not say so to those to which it sends nothing.
+    GiveNoSign,
+    /// Members that have not taken a snapshot which was given up count on from the one before.
+    ForgetWhatWasGivenUp,
+    /// What members sent before a restore reaches those that were restored.
+    HearAnotherLife,
+    /// A VM is paused for whichever snapshot its cut has met, prepared or not.
+    PauseForAny,
+    /// A member waits for a snapshot that nobody prepares there.
+    LetNothingPass,
+    /// Members hear that a snapshot exists before its manifest is written.
+    CommitUnpublished,
+    /// A snapshot of which all is stored is given up for a member that is lost then.
+    FailWhatIsPublished,
+    /// A member waits for ever for a coordinator that is silent.
+    StayArmed,
+    /// Members of a restore start before it is known that all of the snapshot is there.
+    StartUnchecked,
+    /// It is decided that members stay, while some of them are only told to start.
+    DecideEarly,
+    /// A member that runs, and hears nothing from its coordinator, stops unasked.
+    GiveUpUnasked,
+    /// A member that runs, and hears nothing from its coordinator, runs on unasked.
+    StayUndecided,
+    /// A coordinator takes the arbiter's silence for its word that the members stay.
+    SettleUnheard,
+    /// A restore ends a guest that runs.
+    ReplaceWhatRuns,
+}
+
+/// The schedules in which a bug shows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Field {
+    /// Those of a VM that is protected by itself.
+    Vm,
+    /// Those of a group of several.
+    Group,
+    /// Those of a cluster that is snapshotted and restored.
+    Cluster,
+}
+
+impl Mutant {
+    /// The schedules in which it shows.
+    pub fn field(self) -> Field {
+        match self as usize {
+            place if place >= Mutant::ReadFromBehind as usize => Field::Cluster,
+            place if place >= Mutant::CommitWithoutAll as usize => Field::Group,
+            _ => Field::Vm,
+        }
+    }
 }
 
 thread_local! {

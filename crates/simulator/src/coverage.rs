@@ -231,4 +231,96 @@ coverage! {
     sole_owners_halted,
     /// Faults that struck.
     faults,
+    /// Epochs of a group of several VMs that were closed.
+    group_epochs,
+    /// Faults that struck a group.
+    group_faults,
+    /// The backup of a group asked for it.
+    group_contests,
+    /// The primary of a group went on alone.
+    groups_alone,
+    /// A group that was lost was kept.
+    groups_frozen,
+    /// A member's QEMU died on the primary.
+    group_qemus_died,
+    /// A member's errand failed, and no other's.
+    group_errands_failed,
+    /// Members that went on, on the backup.
+    group_members_live,
+    /// A member that could not be started, while the others went on as their former host was dead.
+    group_members_left_out,
+    /// Members whose copy was forgotten.
+    group_members_forgotten,
+    /// Members that were won, and returned with their group.
+    group_members_returned,
+    /// Groups that were handed back.
+    groups_handed_back,
+    /// The arbiter did not answer about a group.
+    group_arbiter_silent,
+    /// Snapshots of a cluster that came to exist.
+    snapshots_complete,
+    /// Snapshots that were given up.
+    snapshots_given_up,
+    /// A store never said whether a snapshot was there.
+    snapshots_unknown,
+    /// Snapshots that were ordered while another one was taken.
+    snapshots_at_once,
+    /// Frames in flight across a cut, which were logged.
+    frames_in_flight,
+    /// Frames from behind a cut that waited for their receiver's snapshot.
+    frames_held_for_a_cut,
+    /// A member was paused since another's frame was faster than the coordinator.
+    cuts_before_the_coordinator,
+    /// A member let a snapshot pass that nobody had prepared there.
+    snapshots_passed,
+    /// A member had met a later snapshot than the one that it was told to take.
+    snapshots_missed,
+    /// Frames of a life of the cluster that is over.
+    frames_of_another_life,
+    /// A member gave a snapshot up since its coordinator was silent.
+    cohorts_without_coordinator,
+    /// A manifest was written, and whoever wrote it did not hear so.
+    manifests_unheard,
+    /// The daemon of a coordinator died.
+    coordinators_died,
+    /// Restores that were done.
+    restores_done,
+    /// Restores that failed.
+    restores_failed,
+    /// The snapshot was found not to be whole while members loaded.
+    restores_refused,
+    /// A restore was not begun: a member ran somewhere, or its owner did not answer.
+    restores_not_begun,
+    /// A restore had failed while a host that was not heard still ran its member.
+    restores_failed_beside_a_member,
+    /// It was decided that the members of a restore stay.
+    restores_settled,
+    /// A member whose coordinator was silent gave the restore up for all.
+    restores_given_up_by_a_member,
+    /// A member that ran was stopped for its restore's sake.
+    restored_stopped_again,
+    /// A restored VM outlived its daemon, and went on.
+    restored_outlived_daemon,
+    /// A member whose coordinator was silent asked whether it stays.
+    members_asked,
+    /// It was told that it does.
+    members_settled_by_arbiter,
+    /// It was told that it does not.
+    members_given_up_by_arbiter,
+    /// Members had no network any more, since one was started in a later life of the cluster.
+    members_without_network,
+    /// An operator did something else before what was ordered had ended.
+    operators_impatient,
+    /// Orders and reports that came after those of the next connection.
+    cluster_messages_late,
+    /// Orders and reports that were lost with a connection.
+    cluster_messages_lost,
+    /// The arbiter answered nothing about a cluster.
+    cluster_arbiter_silent,
+    /// It did as it was asked, and the answer was lost.
+    cluster_answers_lost,
+    /// Faults that struck a cluster.
+    cluster_faults,
+    /// Faults of a cluster that stayed.
+    cluster_faults_that_stay,
 }

@@ -15,6 +15,8 @@
 //! | [`messages`] | what arrives finds the part that it is for |
 //! | [`network`], [`paths`], [`arbiter`], [`host`], [`guest`], [`running`] | the parts of the world |
 //! | [`oracle`], [`checks`], [`records`], [`loss`] | the truth, and the invariants against it |
+//! | [`groups`] | another world beside this one: a group of several VMs |
+//! | [`snapshots`] | and another world beside this one: a cluster that is snapshotted and restored |
 //! | [`mutant`] | planted bugs, which the checks must find |
 //! | [`coverage`], [`trace`] | what was reached, and the story of one seed |
 
@@ -25,6 +27,7 @@ mod checks;
 mod coverage;
 mod errands;
 mod faults;
+mod groups;
 mod guest;
 mod hand_back;
 mod host;
@@ -48,6 +51,7 @@ mod running;
 mod schedule;
 mod settle;
 mod shrink;
+mod snapshots;
 mod sweep;
 mod trace;
 mod turn;

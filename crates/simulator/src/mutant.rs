@@ -4,6 +4,7 @@
 
 use serde::Serialize;
 use std::fmt;
+use understudy_protocol::mutant::Field;
 pub use understudy_protocol::mutant::Mutant as CoreMutant;
 
 /// A planted bug.
@@ -77,6 +78,7 @@ impl Mutant {
             ClocksAgree => 8219,
             LeaseBesideSession => 3989,
             KeepUnheardGrant => 3728,
+            EndTheOthers => 2951,
             PrepareTooEarly => 2823,
             TakeAnyAnswer => 2544,
             WinnersWordFirst => 2487,
@@ -84,6 +86,7 @@ impl Mutant {
             AskBehindTurn => 2043,
             ContestWhenSick => 1907,
             KeepCalledOff => 1693,
+            GiveUpUnasked => 1622,
             ForgetTheClaim => 1544,
             KeepTheSick => 897,
             StayInTheHole => 834,
@@ -98,6 +101,11 @@ impl Mutant {
             ReturnWhatRan => 251,
             _ => return None,
         })
+    }
+
+    /// The schedules in which it shows.
+    pub(crate) fn field(self) -> Field {
+        self.core().map_or(Field::Vm, CoreMutant::field)
     }
 
     /// The one that is planted in the core, if it is there.

@@ -1,8 +1,9 @@
 //! A schedule that breaks an invariant, without all that is not needed for it.
 
 use crate::mutant::Mutant;
-use crate::schedule::{Planned, Schedule};
-use crate::sweep::{Story, play};
+use crate::schedule::Schedule;
+use crate::sweep::{Story, play, play_cluster, play_group};
+use crate::{groups, snapshots};
 use serde::Serialize;
 
 /// Number of tries with something left out: what chance decides comes out differently then.
@@ -19,18 +20,76 @@ pub struct Shrunk {
     pub story: Story,
 }
 
+/// A schedule from which something can be left out.
+trait Shrinkable: Clone {
+    /// Its faults, for people.
+    fn faults(&self) -> Vec<String>;
+
+    /// The schedules that lack one thing.
+    fn simpler(&self) -> Vec<Self>;
+
+    fn play(&self, chance: u64, mutant: Option<Mutant>, trace: bool) -> Story;
+}
+
+impl Shrinkable for Schedule {
+    fn faults(&self) -> Vec<String> {
+        self.faults.iter().map(ToString::to_string).collect()
+    }
+
+    fn simpler(&self) -> Vec<Schedule> {
+        simpler(self)
+    }
+
+    fn play(&self, chance: u64, mutant: Option<Mutant>, trace: bool) -> Story {
+        play(self.clone(), chance, mutant, trace)
+    }
+}
+
+impl Shrinkable for groups::Schedule {
+    fn faults(&self) -> Vec<String> {
+        self.words()
+    }
+
+    fn simpler(&self) -> Vec<groups::Schedule> {
+        groups::Schedule::simpler(self)
+    }
+
+    fn play(&self, chance: u64, mutant: Option<Mutant>, trace: bool) -> Story {
+        play_group(self.clone(), chance, mutant, trace)
+    }
+}
+
+impl Shrinkable for snapshots::Schedule {
+    fn faults(&self) -> Vec<String> {
+        self.faults.iter().map(ToString::to_string).collect()
+    }
+
+    fn simpler(&self) -> Vec<snapshots::Schedule> {
+        snapshots::Schedule::simpler(self)
+    }
+
+    fn play(&self, chance: u64, mutant: Option<Mutant>, trace: bool) -> Story {
+        play_cluster(self.clone(), chance, mutant, trace)
+    }
+}
+
 /// Leaves out of a seed's schedule whatever can be left out, one thing after the other, as long as an
-/// invariant is broken; none if none was.
+/// invariant is broken; none if none was. Of a seed's schedules that is the first that breaks one.
 pub fn shrink(seed: u64, mutant: Option<Mutant>) -> Option<Shrunk> {
-    let whole = Schedule::new(seed);
-    let breaks = |schedule: &Schedule, chance| {
-        play(schedule.clone(), chance, mutant, false).violation.is_some()
-    };
-    if !breaks(&whole, seed) {
+    let of_one_vm = shrink_schedule(&Schedule::new(seed), seed, mutant);
+    let of_group = || shrink_schedule(&groups::Schedule::new(seed), seed, mutant);
+    of_one_vm
+        .or_else(of_group)
+        .or_else(|| shrink_schedule(&snapshots::Schedule::new(seed), seed, mutant))
+}
+
+fn shrink_schedule<S: Shrinkable>(whole: &S, seed: u64, mutant: Option<Mutant>) -> Option<Shrunk> {
+    let breaks = |schedule: &S, chance| schedule.play(chance, mutant, false).violation.is_some();
+    if !breaks(whole, seed) {
         return None;
     }
     let (mut left, mut chance) = (whole.clone(), seed);
-    while let Some(next) = simpler(&left).into_iter().find_map(|schedule| {
+    while let Some(next) = left.simpler().into_iter().find_map(|schedule| {
         let chances = [chance].into_iter().chain(0..CHANCES);
         let found = chances.into_iter().find(|chance| breaks(&schedule, *chance));
         found.map(|chance| (schedule, chance))
@@ -38,9 +97,9 @@ pub fn shrink(seed: u64, mutant: Option<Mutant>) -> Option<Shrunk> {
         (left, chance) = next;
     }
     Some(Shrunk {
-        faults_before: whole.faults.len(),
-        faults: left.faults.iter().map(Planned::to_string).collect(),
-        story: play(left, chance, mutant, true),
+        faults_before: whole.faults().len(),
+        faults: left.faults(),
+        story: left.play(chance, mutant, true),
     })
 }
 

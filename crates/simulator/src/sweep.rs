@@ -5,13 +5,15 @@ use crate::mutant::Mutant;
 use crate::schedule::{Fault, Planned, Schedule};
 use crate::shrink::{Shrunk, shrink};
 use crate::world::World;
+use crate::{groups, snapshots};
 use serde::Serialize;
+use std::any::Any;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
-use understudy_protocol::mutant::plant;
+use understudy_protocol::mutant::{Field, plant};
 
 /// The result of a range of seeds.
 #[derive(Debug, Default, Serialize)]
@@ -87,7 +89,7 @@ const ENOUGH: u64 = 10_000;
 /// Runs every seed of the range, then plants each bug and runs seeds of that range, or enough of them from
 /// the same start, until one finds it. `progress` is called after each schedule.
 pub fn simulate(seeds: Range<u64>, progress: impl Fn() + Sync) -> Report {
-    let mut report = sweep(seeds.clone(), |seed| Some(Schedule::new(seed)), &progress);
+    let mut report = sweep(seeds.clone(), |seed| Some(play_all(seed, None, false)), &progress);
     report.shrunk = report.failures.first().and_then(|first| shrink(first.seed, None));
     report.mutants.planted = Mutant::all().len();
     let seeds = seeds.start..seeds.end.max(seeds.start.saturating_add(ENOUGH));
@@ -99,12 +101,13 @@ pub fn simulate(seeds: Range<u64>, progress: impl Fn() + Sync) -> Report {
 
 /// Runs one seed and tells its story.
 pub fn replay(seed: u64, mutant: Option<Mutant>) -> Story {
-    Story { seed: Some(seed), ..play(Schedule::new(seed), seed, mutant, true) }
+    Story { seed: Some(seed), ..play_all(seed, mutant, true) }
 }
 
 /// Runs the seeds with hosts that suspect their peers after another time-out.
 pub fn simulate_with_timeout(seeds: Range<u64>, timeout: Duration) -> Report {
-    sweep(seeds, |seed| Some(Schedule { timeout, ..Schedule::new(seed) }), &|| {})
+    let schedule = |seed| Schedule { timeout, ..Schedule::new(seed) };
+    sweep(seeds, |seed| Some(play(schedule(seed), seed, None, false)), &|| {})
 }
 
 /// Runs those of the seeds whose schedules let an operator force the VM onto another host, with clocks that
@@ -115,12 +118,12 @@ pub fn force_with_clocks(seeds: Range<u64>, clocks: [i64; 3]) -> Report {
         let schedule = Schedule { clocks, ..Schedule::new(seed) };
         schedule.faults.iter().any(forces).then_some(schedule)
     };
-    sweep(seeds, schedule, &|| {})
+    sweep(seeds, |seed| Some(play(schedule(seed)?, seed, None, false)), &|| {})
 }
 
 fn sweep(
     seeds: Range<u64>,
-    schedule: impl Fn(u64) -> Option<Schedule> + Sync,
+    story: impl Fn(u64) -> Option<Story> + Sync,
     progress: &(impl Fn() + Sync),
 ) -> Report {
     let next = AtomicU64::new(seeds.start);
@@ -131,8 +134,7 @@ fn sweep(
             if seed >= seeds.end {
                 return part;
             }
-            let Some(schedule) = schedule(seed) else { continue };
-            let story = play(schedule, seed, None, false);
+            let Some(story) = story(seed) else { continue };
             part.schedules += 1;
             part.coverage.add(&story.coverage);
             part.failures.extend(story.violation.map(|violation| Failure { seed, violation }));
@@ -159,7 +161,15 @@ fn search(seeds: &Range<u64>) -> Vec<Found> {
             let place = next.fetch_add(1, Ordering::Relaxed);
             let Some(&mutant) = mutants.get(place) else { return found };
             let fails = |seed| {
-                let violation = play(Schedule::new(seed), seed, Some(mutant), false).violation?;
+                let bug = Some(mutant);
+                let story = match mutant.field() {
+                    Field::Vm => play(Schedule::new(seed), seed, bug, false),
+                    Field::Group => play_group(groups::Schedule::new(seed), seed, bug, false),
+                    Field::Cluster => {
+                        play_cluster(snapshots::Schedule::new(seed), seed, bug, false)
+                    }
+                };
+                let violation = story.violation?;
                 Some(Failure { seed, violation })
             };
             let known = mutant.shown_by().filter(|seed| seeds.contains(seed));
@@ -180,18 +190,31 @@ fn on_all_processors<T: Send>(work: impl Fn() -> T + Sync) -> Vec<T> {
     })
 }
 
-/// Plays a schedule. A panic of the core is a finding like any other.
+/// Plays the schedules of a seed, until an invariant is broken: that of a protected VM, of a group of several, of a
+/// cluster.
+fn play_all(seed: u64, mutant: Option<Mutant>, trace: bool) -> Story {
+    let mut story = play(Schedule::new(seed), seed, mutant, trace);
+    let group = || play_group(groups::Schedule::new(seed), seed, mutant, trace);
+    let cluster = || play_cluster(snapshots::Schedule::new(seed), seed, mutant, trace);
+    let others: [&dyn Fn() -> Story; 2] = [&group, &cluster];
+    for other in others {
+        if story.violation.is_none() {
+            let next = other();
+            story.violation = next.violation;
+            story.trace.extend(next.trace);
+            story.coverage.add(&next.coverage);
+        }
+    }
+    story
+}
+
+/// Plays a schedule of a protected VM. A panic of the core is a finding like any other.
 pub(crate) fn play(schedule: Schedule, chance: u64, mutant: Option<Mutant>, trace: bool) -> Story {
     let _planted = plant(mutant.and_then(Mutant::core));
     let mut world = World::new(schedule, chance, mutant, trace);
     let ended = catch_unwind(AssertUnwindSafe(|| world.run()));
     if let Err(panic) = ended {
-        let words = panic
-            .downcast_ref::<String>()
-            .map(String::as_str)
-            .or_else(|| panic.downcast_ref::<&str>().copied())
-            .unwrap_or("no words");
-        world.violation(format!("panic: {words}"));
+        world.violation(words_of(&*panic));
     }
     Story {
         seed: None,
@@ -199,4 +222,55 @@ pub(crate) fn play(schedule: Schedule, chance: u64, mutant: Option<Mutant>, trac
         trace: world.trace.into_lines(),
         coverage: world.coverage,
     }
+}
+
+/// The same of a group of several VMs.
+pub(crate) fn play_group(
+    schedule: groups::Schedule,
+    chance: u64,
+    mutant: Option<Mutant>,
+    trace: bool,
+) -> Story {
+    let _planted = plant(mutant.and_then(Mutant::core));
+    let mut world = groups::World::new(schedule, chance, trace);
+    let ended = catch_unwind(AssertUnwindSafe(|| world.run()));
+    if let Err(panic) = ended {
+        world.violation(words_of(&*panic));
+    }
+    Story {
+        seed: None,
+        violation: world.violation,
+        trace: world.trace.into_lines(),
+        coverage: world.coverage,
+    }
+}
+
+/// The same of a cluster that is snapshotted and restored.
+pub(crate) fn play_cluster(
+    schedule: snapshots::Schedule,
+    chance: u64,
+    mutant: Option<Mutant>,
+    trace: bool,
+) -> Story {
+    let _planted = plant(mutant.and_then(Mutant::core));
+    let mut world = snapshots::World::new(schedule, chance, trace);
+    let ended = catch_unwind(AssertUnwindSafe(|| world.run()));
+    if let Err(panic) = ended {
+        world.violation(words_of(&*panic));
+    }
+    Story {
+        seed: None,
+        violation: world.violation,
+        trace: world.trace.into_lines(),
+        coverage: world.coverage,
+    }
+}
+
+fn words_of(panic: &(dyn Any + Send)) -> String {
+    let words = panic
+        .downcast_ref::<String>()
+        .map(String::as_str)
+        .or_else(|| panic.downcast_ref::<&str>().copied())
+        .unwrap_or("no words");
+    format!("panic: {words}")
 }

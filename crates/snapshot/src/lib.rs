@@ -4,7 +4,7 @@
 //!
 //! | question | where |
 //! |---|---|
-//! | how is a snapshot taken of all members, or of none? | [`Taker`], [`TakeCohort`] |
+//! | how is a snapshot taken of all members, or of none? | [`Taker`], [`TakeCohort`], [`Gate`] |
 //! | what makes it one moment, though each member is paused at another? | [`Cut`], [`Envelope`] |
 //! | which pages will be needed first, and how many? | [`FirstAccess`], [`Sampling`], [`working_set_size`] |
 //! | how are they stored, and what costs nothing? | [`Packer`], [`AreaMap`], [`Manifest`] |
@@ -57,7 +57,7 @@ pub use store::{
     StoreAddress, StoreError, StoreKey, Swept, Verified, Writing,
 };
 pub use take::{
-    About, Part, TakeAction, TakeCohort, TakeCohortPhase, TakeEvent, TakeOrder, TakeReport, Taker,
-    TakerAction, TakerEvent, TakerPhase,
+    About, Gate, Part, TakeAction, TakeCohort, TakeCohortPhase, TakeEvent, TakeOrder, TakeReport,
+    Taker, TakerAction, TakerEvent, TakerPhase,
 };
 pub use units::{Area, BadChunkId, ChunkId, Incarnation, Member, SnapshotNumber, UNIT_BYTES};

@@ -1,11 +1,9 @@
-//! Whether the members of a restore stay, once they run: decided once, at the arbiter. The record
-//! `restore.GROUP` is of the generation that is the group's incarnation; it names the coordinator's host if
-//! they stay, and nobody if the restore was given up. Without an arbiter all is in one daemon.
+//! Whether the members of a restore stay, once they run: decided once, at the arbiter, by the record
+//! `restore.GROUP` ([`Decision`]). Without an arbiter all is in one daemon.
 
 use crate::host::Host;
 use understudy_arbiter::{Arbiter, Key, Unreachable};
 use understudy_protocol::GroupName;
-use understudy_protocol::{Generation, Verdict};
 use understudy_snapshot::{Decision, Incarnation};
 
 impl Host {
@@ -37,11 +35,8 @@ fn settle(
     group: &GroupName,
     incarnation: Incarnation,
 ) -> Result<Decision, Unreachable> {
-    match arbiter.claim(Key::Restore(group), before(incarnation)) {
-        Verdict::Granted(_) => Ok(Decision::Settled),
-        Verdict::Taken(_) | Verdict::Returned(_) => Ok(Decision::GivenUp),
-        Verdict::Unreachable(why) => Err(Unreachable(why)),
-    }
+    let verdict = arbiter.claim(Key::Restore(group), Decision::before(incarnation));
+    Decision::of_claim(verdict).map_err(Unreachable)
 }
 
 pub(super) fn give_up(
@@ -49,22 +44,9 @@ pub(super) fn give_up(
     group: &GroupName,
     incarnation: Incarnation,
 ) -> Result<Decision, Unreachable> {
-    arbiter.release(Key::Restore(group), before(incarnation))?;
-    let decided = arbiter.current(Key::Restore(group))?;
-    // A record of a later incarnation: nobody waits for this one any more.
-    let of_this = decided.filter(|record| record.generation == generation(incarnation));
-    match of_this.is_some_and(|record| record.host.is_some()) {
-        true => Ok(Decision::Settled),
-        false => Ok(Decision::GivenUp),
-    }
-}
-
-fn generation(incarnation: Incarnation) -> Generation {
-    Generation(incarnation.0.into())
-}
-
-fn before(incarnation: Incarnation) -> Generation {
-    Generation(u64::from(incarnation.0).saturating_sub(1))
+    arbiter.release(Key::Restore(group), Decision::before(incarnation))?;
+    let record = arbiter.current(Key::Restore(group))?;
+    Ok(Decision::of_record(record.as_ref(), incarnation))
 }
 
 #[cfg(test)]

@@ -19,7 +19,7 @@ use understudy_protocol::Generation;
 use understudy_protocol::{GroupName, VmName};
 use understudy_replication::handshake::ClusterOffer;
 use understudy_report::error::{ErrorKind, HostError};
-use understudy_snapshot::{InFlightFrame, Incarnation, Member, SnapshotNumber};
+use understudy_snapshot::{Gate, InFlightFrame, Incarnation, Member, SnapshotNumber};
 use understudy_threads::{Mutex, lock};
 
 /// Time for all members to be connected, before a snapshot is begun.
@@ -58,45 +58,40 @@ pub struct MemberSeat {
 struct State {
     /// None until it is taken.
     seat: Option<Seat>,
-    number: SnapshotNumber,
+    gate: Gate,
     take: Option<Sender<()>>,
     log: Option<Sender<()>>,
-    /// Number that came before the seat was known.
-    early: Option<SnapshotNumber>,
 }
 
 impl CutListener for MemberSeat {
     fn take(&self, number: SnapshotNumber) {
         let mut state = lock(&self.state);
-        let prepared = state.number == number;
-        if let Some(take) = state.take.take_if(|_| prepared) {
+        if state.gate.take(number) {
             // Whoever waits may have given up.
-            let _ = take.try_send(());
+            let _ = state.take.take().map(|take| take.try_send(()));
             return;
         }
-        state.early = Some(number);
         drop(state);
         self.let_pass();
     }
 
     fn log_complete(&self, number: SnapshotNumber) {
         let state = lock(&self.state);
-        if let (true, Some(log)) = (state.number == number, &state.log) {
+        if let (true, Some(log)) = (state.gate.log_complete(number), &state.log) {
             let _ = log.try_send(());
         }
     }
 }
 
 impl MemberSeat {
-    /// All members prepare before any takes a snapshot. One that nobody prepares here was over
-    /// before this member was there, or is given up because of it: it is not waited for.
+    /// What nobody prepares here is not waited for; said once the seat is known.
     fn let_pass(&self) {
-        let (seat, early) = {
+        let (seat, passed) = {
             let mut state = lock(&self.state);
             let Some(seat) = state.seat.clone() else { return };
-            (seat, state.early.take())
+            (seat, state.gate.passed())
         };
-        if let Some(number) = early {
+        if let Some(number) = passed {
             seat.over(number);
         }
     }
@@ -128,22 +123,26 @@ impl MemberSeat {
     pub fn await_take(&self, number: SnapshotNumber) -> Receiver<()> {
         let (take, told) = crossbeam_channel::bounded(1);
         let mut state = lock(&self.state);
-        (state.number, state.take, state.log) = (number, Some(take), None);
+        state.gate.prepare(number);
+        (state.take, state.log) = (Some(take), None);
         told
     }
 
     /// The coordinator says that it is to be taken. False if the cut knows a later snapshot.
     pub fn take_now(&self, number: SnapshotNumber) -> bool {
         self.seat().take(number);
-        let state = lock(&self.state);
-        state.number != number || state.take.is_none()
+        !lock(&self.state).gate.has_missed(number)
     }
 
     /// The VM stands still for it. Gives the channel on which the cut says when the last frame
     /// in flight has come.
     pub fn taken(&self, machine: &Machine, number: SnapshotNumber) -> anyhow::Result<Receiver<()>> {
         let (log, complete) = crossbeam_channel::bounded(1);
-        lock(&self.state).log = Some(log);
+        {
+            let mut state = lock(&self.state);
+            state.gate.taken();
+            state.log = Some(log);
+        }
         self.seat().taken(machine, number)?;
         Ok(complete)
     }
@@ -165,7 +164,7 @@ impl MemberSeat {
     /// Notes that this snapshot is over: all of it is saved, or there will be none.
     pub fn end(&self, number: SnapshotNumber) {
         let mut state = lock(&self.state);
-        if state.number == number {
+        if state.gate.end(number) {
             (state.take, state.log) = (None, None);
         }
         drop(state);

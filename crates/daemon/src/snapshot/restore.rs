@@ -74,8 +74,7 @@ impl Host {
         restoring.handle(&mut state, CohortEvent::Order(order));
     }
 
-    /// The restore that an order is about. One that was told of before this daemon began, or is
-    /// long over, is not begun again; one that another must not give way to is refused.
+    /// The restore that an order is about. One that another must not give way to is refused.
     fn restoring(
         self: &Arc<Self>,
         task: &RestoreTask,
@@ -86,8 +85,8 @@ impl Host {
             let former = self.snapshots.look(|known| known.restorings.get(task.vm()).cloned());
             match (&former, order) {
                 (Some(known), _) if known.task.id == task.id => return Ok(former),
-                (_, Order::Load { .. }) => {}
-                (_, Order::Start | Order::Settle | Order::Abort) => return Ok(None),
+                (_, order) if order.begins() => {}
+                _ => return Ok(None),
             }
             if let Some(former) = &former {
                 former.give_way(self, task)?;

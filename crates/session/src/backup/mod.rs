@@ -365,7 +365,8 @@ impl Standby {
                     Copy::Filling | Copy::Whole => String::new(),
                 };
                 // The former primary may run the VMs once none does here.
-                if self.members.iter().all(|member| !member.takes_over) {
+                let none_runs = self.members.iter().all(|member| !member.takes_over);
+                if none_runs || planted!(HandBackBesideOthers) {
                     self.decide(now, BackupEvent::NotStarted(reason), effects);
                 }
             }

@@ -78,7 +78,7 @@ impl Standby {
     /// is older than that of whoever has the VM back.
     fn recorded(&mut self, now: Time, place: Place, effects: &mut Vec<Effect>) {
         let Some(answers) = self.gather(place, Ok(())) else { return };
-        if answers.iter().any(Result::is_err) {
+        if answers.iter().any(Result::is_err) && !planted!(StartWithoutOne) {
             return self.end_attempts(answers, effects);
         }
         self.decide(now, BackupEvent::Starts, effects);
@@ -99,6 +99,9 @@ impl Standby {
         generation: Generation,
         effects: &mut Vec<Effect>,
     ) {
+        if planted!(HearOneByOne) && own.is_ok() {
+            return self.have_done(place, Errand::Open, effects);
+        }
         let Some(answers) = self.gather(place, own) else { return };
         let none_runs = answers.iter().all(Result::is_err);
         if none_runs || (self.former_lives && answers.iter().any(Result::is_err)) {

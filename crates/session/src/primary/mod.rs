@@ -270,7 +270,7 @@ impl Lead {
     /// A QEMU of a group's takes the others along only to a backup that has them. In the first copy they may be nowhere
     /// else; about an epoch that is on its way the arbiter decides. Of one death two threads tell.
     fn qemu_died(&mut self, now: Time, reason: String, effects: &mut Vec<Effect>) {
-        let is_group = self.whole.len() > 1;
+        let is_group = self.whole.len() > 1 && !planted!(EndTheOthers);
         let event = match self.core.phase() {
             // They go on, or the arbiter or the backup's last word has them go on, or end.
             PrimaryPhase::Alone(_) | PrimaryPhase::Contesting(_) | PrimaryPhase::StandingDown

@@ -19,6 +19,7 @@ pub use envelope::{BadEnvelope, ENVELOPE_BYTES, Envelope};
 
 use crate::{Incarnation, Member, SnapshotNumber};
 use std::collections::{BTreeSet, VecDeque};
+use understudy_protocol::planted;
 
 /// Bytes of frames that wait for this member's snapshot; over it frames are lost, as on any
 /// switch whose port is busy.
@@ -181,12 +182,13 @@ impl<F: AsRef<[u8]> + Clone> Cut<F> {
         let Envelope { from, number, .. } = envelope;
         // Another incarnation's frame is from a past, or a future, that is not this group's.
         let known = from.index() < self.heard.len() && from != self.own;
-        if envelope.incarnation != self.incarnation || envelope.to != self.own || !known {
+        let is_of_another = envelope.incarnation != self.incarnation && !planted!(HearAnotherLife);
+        if is_of_another || envelope.to != self.own || !known {
             return;
         }
         self.heard[from.index()] = number;
         self.close(from, actions);
-        if number > self.number {
+        if number > self.number && !planted!(ReadFromBehind) {
             if let Some(frame) = frame {
                 self.hold(envelope, frame);
             }
@@ -253,8 +255,9 @@ impl<F: AsRef<[u8]> + Clone> Cut<F> {
         let others = (0..self.heard.len()).map(|other| Member(other as u16));
         let others: Vec<Member> = others.filter(|other| *other != self.own).collect();
         let open = others.iter().copied().filter(|other| self.heard[other.index()] < number);
+        let unread = if planted!(ForgetTheUnread) { Vec::new() } else { unread };
         self.recording = Some(Recording::new(number, open.collect(), unread));
-        for other in others {
+        for other in others.into_iter().filter(|_| !planted!(GiveNoSign)) {
             actions.push(CutAction::Transmit(self.envelope(other)));
         }
         // Also what waited for a snapshot before this one that was given up.
@@ -270,7 +273,7 @@ impl<F: AsRef<[u8]> + Clone> Cut<F> {
         if self.recording.as_ref().is_some_and(|recording| recording.number == number) {
             self.recording = None;
         }
-        if self.number < number {
+        if self.number < number && !planted!(ForgetWhatWasGivenUp) {
             self.number = number;
             self.recording = None;
             self.taking = self.taking.filter(|taking| *taking > number);

@@ -2,7 +2,7 @@
 
 use super::{Decision, Order, Report};
 use crate::contact::{SILENCE, Silence};
-use understudy_protocol::Time;
+use understudy_protocol::{Time, planted};
 
 /// An event that happens to a cohort.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -160,7 +160,7 @@ impl Cohort {
             }
             (CohortEvent::Tick, _) if self.needs_coordinator() && self.silence.look(now) => {
                 self.silence.end(now);
-                match self.is_unsettled() {
+                match self.is_unsettled() && !planted!(GiveUpUnasked) {
                     true => actions.push(CohortAction::Ask),
                     false => self.give_up(Some(silent()), actions),
                 }
@@ -234,7 +234,7 @@ impl Cohort {
     /// it; one that stays needs no coordinator any more.
     fn needs_coordinator(&self) -> bool {
         matches!(self.phase, CohortPhase::Idle | CohortPhase::Loading(_) | CohortPhase::Loaded)
-            || self.is_unsettled()
+            || (self.is_unsettled() && !planted!(StayUndecided))
     }
 }
 

@@ -5,7 +5,7 @@ use crate::Member;
 use crate::contact::{Contact, Failure};
 use crate::graph::StartOrder;
 use std::time::Duration;
-use understudy_protocol::Time;
+use understudy_protocol::{Time, planted};
 
 /// The line by which members start that are loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -258,7 +258,7 @@ impl Restorer {
         let runs = |state: &State| matches!(state, State::Started | State::Restored);
         let mut earlier = self.line.order.rings()[ring].after.iter();
         self.phase == RestorePhase::Starting
-            && self.whole
+            && (self.whole || planted!(StartUnchecked))
             && self.is_ring(ring, |state| *state == State::Loaded)
             && earlier.all(|&earlier| self.is_ring(earlier, runs))
     }
@@ -276,7 +276,10 @@ impl Restorer {
     }
 
     fn conclude(&mut self, actions: &mut Vec<RestoreAction>) {
-        let runs = |state: &State| matches!(state, State::Started | State::Restored);
+        let runs = |state: &State| {
+            matches!(state, State::Started | State::Restored)
+                || (*state == State::Starting && planted!(DecideEarly))
+        };
         if self.phase == RestorePhase::Starting && self.members.iter().all(runs) {
             self.phase = RestorePhase::Deciding;
             actions.push(RestoreAction::Decide);

@@ -21,10 +21,12 @@
 
 mod cohort;
 mod coordinator;
+mod decision;
 mod former;
 
 pub use cohort::{Cohort, CohortAction, CohortEvent, CohortPhase};
 pub use coordinator::{Line, RestoreAction, RestoreEvent, RestorePhase, Restorer};
+pub use decision::Decision;
 pub use former::Former;
 
 use serde::{Deserialize, Serialize};
@@ -45,13 +47,12 @@ pub enum Order {
     Abort,
 }
 
-/// The decision about members that run, made once for all of them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Decision {
-    /// The members stay.
-    Settled,
-    /// The members are stopped: the restore has failed.
-    GivenUp,
+impl Order {
+    /// Whether a host that knows nothing of the restore begins it with this. One that was told of before its
+    /// daemon began, or is long over, is not begun again.
+    pub fn begins(self) -> bool {
+        matches!(self, Order::Load { .. })
+    }
 }
 
 /// A report of a cohort to the coordinator.

@@ -3,7 +3,7 @@
 use super::{About, Part, TakeOrder, TakeReport};
 use crate::SnapshotNumber;
 use crate::contact::{SILENCE, Silence, Standstill};
-use understudy_protocol::Time;
+use understudy_protocol::{Time, planted};
 
 /// An event that happens to a cohort.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -123,6 +123,7 @@ impl TakeCohort {
             {
                 self.fail(format!("its host {}", Standstill::words()), actions);
             }
+            (TakeEvent::Tick, _) if planted!(StayArmed) => {}
             (TakeEvent::Tick, _) if self.is_busy() && self.silence.look(now) => {
                 let silence = SILENCE.as_secs();
                 self.fail(format!("the coordinator was silent for {silence} s"), actions);

@@ -4,7 +4,7 @@ use super::{About, Part, TakeOrder, TakeReport};
 use crate::contact::{Contact, Failure, Silence};
 use crate::{Member, SnapshotNumber};
 use std::time::Duration;
-use understudy_protocol::Time;
+use understudy_protocol::{Time, planted};
 
 /// Time in which a store has to say whether the manifest is there: its host looks for every chunk
 /// before. All members wait for that, and none can be protected.
@@ -97,9 +97,11 @@ impl Taker {
         &self.phase
     }
 
-    /// Whether no message needs to be sent any more.
+    /// Whether no message needs to be sent any more. While the manifest is being written nobody knows what to say,
+    /// though no member may be left to hear it.
     pub fn is_over(&self) -> bool {
-        self.members.iter().all(|state| *state == State::Over)
+        self.phase != TakerPhase::Publishing
+            && self.members.iter().all(|state| *state == State::Over)
     }
 
     /// Time at which [`TakerEvent::Tick`] is due next, if nothing else happens.
@@ -167,6 +169,10 @@ impl Taker {
         if let Some(parts) = self.members.iter().map(part).collect() {
             self.phase = TakerPhase::Publishing;
             actions.push(TakerAction::Publish(parts));
+            if planted!(CommitUnpublished) {
+                self.phase = TakerPhase::Done;
+                self.send_all(actions);
+            }
         }
     }
 
@@ -181,6 +187,7 @@ impl Taker {
 
     fn may_fail(&self) -> bool {
         matches!(self.phase, TakerPhase::Preparing | TakerPhase::Saving)
+            || (self.phase == TakerPhase::Publishing && planted!(FailWhatIsPublished))
     }
 
     fn give_up(&mut self, failure: Failure, actions: &mut Vec<TakerAction>) {

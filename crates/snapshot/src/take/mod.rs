@@ -19,9 +19,11 @@
 
 mod cohort;
 mod coordinator;
+mod gate;
 
 pub use cohort::{TakeAction, TakeCohort, TakeCohortPhase, TakeEvent};
 pub use coordinator::{Taker, TakerAction, TakerEvent, TakerPhase};
+pub use gate::Gate;
 
 use crate::SnapshotNumber;
 use crate::format::Blob;

@@ -369,6 +369,27 @@ fn a_store_that_never_says_whether_the_manifest_is_there_ends_the_snapshot() {
     assert!(taker.is_over(), "the members are free");
 }
 
+/// Regression: the command had ended by then, and said that there was no such snapshot.
+#[test]
+fn a_snapshot_whose_members_are_all_lost_ends_once_it_is_known_whether_it_is_there() {
+    let (number, start) = (SnapshotNumber(1), Time(Duration::from_secs(1)));
+    let report = |said| TakerEvent::Report(Member(0), About { number, said });
+    for event in [TakerEvent::Published, TakerEvent::NotPublished("the store is full".into())] {
+        let mut actions = Vec::new();
+        let mut taker = Taker::new(number, 1, start, &mut actions);
+        taker.handle(start, report(TakeReport::Prepared), &mut actions);
+        taker.handle(start, report(TakeReport::Saved(part())), &mut actions);
+        let failed = TakeReport::Failed { why: "the coordinator was silent for 5 s".into() };
+        taker.handle(start, report(failed), &mut actions);
+        assert_eq!(*taker.phase(), TakerPhase::Publishing);
+        assert!(!taker.is_over() && taker.deadline().is_some(), "nobody knows what to say");
+        let there = event == TakerEvent::Published;
+        taker.handle(start, event, &mut actions);
+        assert!(taker.is_over());
+        assert_eq!(*taker.phase() == TakerPhase::Done, there);
+    }
+}
+
 /// Regression: the later one ended the earlier one, whose coordinator then spoke of a silent host.
 #[test]
 fn of_two_snapshots_the_later_one_is_refused_while_the_first_is_taken() {
