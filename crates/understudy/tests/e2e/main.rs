@@ -33,6 +33,7 @@
 //! | [`bulk`]    | bulk transfers on long TCP segments |
 //! | [`hostile`] | a peer that says whatever may do harm |
 //! | [`hangs`]   | a QEMU that lives and does nothing |
+//! | [`starved`] | a backup that hardly gets a processor |
 //! | [`stalls`]  | stalled hosts and daemons that come back |
 //! | [`sync`]    | the same before the first synchronisation has ended |
 //! | [`planned`] | what people do on purpose: fail over, stop, reboot |
@@ -180,6 +181,7 @@ mod sick_hosts;
 mod snapshot;
 mod stage;
 mod stalls;
+mod starved;
 mod staying_keepers;
 mod succession;
 mod switching;
