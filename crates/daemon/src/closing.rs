@@ -58,10 +58,13 @@ impl Host {
         thread::scope(|scope| {
             // A hand-over may take long, and is none of their affair.
             scope.spawn(|| self.power_all_off(&alone));
-            self.hand_all_over();
-            self.await_protection();
+            let patience = || Instant::now() + LAPSE_PATIENCE;
+            let deadline = patience();
+            self.hand_all_over(deadline);
+            let others_came = self.await_protection();
             self.powering_off.store(true, Ordering::Release);
-            self.hand_all_over();
+            // A backup that was waited for in vain, one that ends itself say, is not waited for twice.
+            self.hand_all_over(if others_came { patience() } else { deadline });
             self.end_all_but_primaries();
             self.power_all_off(&self.running_beside(&alone));
         });
@@ -73,7 +76,7 @@ impl Host {
         self.events.close();
     }
 
-    /// Tells the primaries of those that this host backs up that it takes none of them over any more.
+    /// Has the primaries of those that this host backs up told that it ends.
     fn tell_primaries(&self) {
         for vm in self.vms.all().values() {
             if let Vm::Backup(session) = vm {
@@ -103,11 +106,12 @@ impl Host {
         self.hurried.store(true, Ordering::Release);
     }
 
-    /// Waits until VMs are protected; what restores protection goes on meanwhile.
-    fn await_protection(&self) {
+    /// Waits until VMs are protected; what restores protection goes on meanwhile. Whether there were any.
+    fn await_protection(&self) -> bool {
         let bound = self.config.power_off_timeout;
         let deadline = Instant::now() + bound;
         let mut awaited = self.being_protected();
+        let are_any = !awaited.is_empty();
         if !awaited.is_empty() {
             let (names, seconds) = (awaited.join(", "), bound.as_secs());
             info!("waiting for the protection of {names}, to hand it over: {seconds} s at most");
@@ -116,6 +120,7 @@ impl Host {
             thread::sleep(LOOK_INTERVAL);
             awaited = self.being_protected();
         }
+        are_any
     }
 
     /// The VMs that have a backup soon, and none yet.
@@ -126,8 +131,7 @@ impl Host {
         awaited.map(|vm| vm.name().to_string()).collect()
     }
 
-    fn hand_all_over(&self) {
-        let deadline = Instant::now() + LAPSE_PATIENCE;
+    fn hand_all_over(&self, deadline: Instant) {
         for vm in self.running() {
             if !vm.is_protected() {
                 continue;

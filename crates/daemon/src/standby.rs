@@ -92,6 +92,10 @@ pub(crate) fn begin(
     // Registered before the primary hears that it may connect its heartbeat.
     backup::accept(link, plan, machine, mirrors, over, |session| {
         host.vms.put(&name, Vm::Backup(session.clone()));
+        // It may have begun to end since it was asked.
+        if host.is_closing() {
+            session.end_soon();
+        }
     })?;
     host.meters.begin(&name);
     host.events.of(&name).record(EventKind::StandingBy { primary: hello.host.clone() });

@@ -343,7 +343,8 @@ pub(super) fn has_hung_up(daemon: &UnixStream) -> bool {
     seen && ends[0].revents().is_some_and(|events| events.contains(PollFlags::POLLHUP))
 }
 
-/// Says something in a line of JSON.
+/// Says something in a line of JSON: in one call, and short enough for the socket's buffer, so that lines of several threads
+/// do not mix.
 pub(crate) fn say(mut to: &UnixStream, what: &impl Serialize) -> io::Result<()> {
     let mut line = serde_json::to_vec(what)?;
     line.push(b'\n');

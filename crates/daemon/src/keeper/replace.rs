@@ -335,6 +335,11 @@ impl Host {
     /// it, or its custodian.
     pub(crate) fn end_given_up(&self, name: &VmName) -> Result<(), HostError> {
         let stopped = self.stop_in_keeper(name);
+        // No further keeper is started from here on.
+        let Some(_between) = self.orphans.claim_between(name) else {
+            self.orphans.give_up(name);
+            return self.end_given_up(name);
+        };
         // One that lives has the guest, and a custodian beside it for a moment.
         if self.keeper_of(name).is_some() || !self.is_left(name) {
             return stopped;
@@ -342,7 +347,7 @@ impl Host {
         self.end_left_guest(name)
     }
 
-    /// Ends a guest that stands still with its custodian, by its operator's wish. What is not known to have ended stays as it
+    /// Ends a guest that stands still with its custodian, by its operator's wish; the caller has its place. What is not known to have ended stays as it
     /// is on record.
     fn end_left_guest(&self, name: &VmName) -> Result<(), HostError> {
         let socket = legacy::socket(&name.below(&self.config.state_dir));

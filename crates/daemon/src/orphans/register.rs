@@ -117,6 +117,18 @@ impl Orphans {
         Between { vm: vm.clone(), orphans: self.clone(), given_up }
     }
 
+    /// The same, unless somebody else has it there already.
+    pub fn claim_between(&self, vm: &VmName) -> Option<Between> {
+        let given_up = Arc::<AtomicBool>::default();
+        let (why, of) = ("it is being ended".to_owned(), Former::Keeper);
+        let waiting = Waiting { why, of, given_up: given_up.clone() };
+        let is_first = self.0.change(|all| match all.orphans.contains_key(vm) {
+            true => Err(waiting),
+            false => Ok(all.orphans.insert(vm.clone(), waiting)),
+        });
+        is_first.is_ok().then(|| Between { vm: vm.clone(), orphans: self.clone(), given_up })
+    }
+
     /// Ends one, if there is one; returns when it has ended.
     pub fn give_up(&self, vm: &VmName) -> bool {
         let mut found = false;

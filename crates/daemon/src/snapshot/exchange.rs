@@ -25,6 +25,8 @@ use understudy_threads::spawn;
 const AGAIN: Duration = Duration::from_millis(200);
 /// Orders and reports are small: a host that does not take one for so long is not there.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Reports that may wait to be written.
+const MOST_REPORTS: usize = 1024;
 
 /// The ways to the hosts of a group.
 pub struct Exchange {
@@ -128,10 +130,10 @@ fn read<T: DeserializeOwned>(message: &Message) -> anyhow::Result<T> {
 pub(crate) fn serve(host: &Arc<Host>, link: &Link) -> anyhow::Result<()> {
     link.set_read_timeout(None)?;
     link.set_write_timeout(Some(WRITE_TIMEOUT))?;
-    let (reports, queue) = crossbeam_channel::unbounded();
+    let (reports, queue) = crossbeam_channel::bounded(MOST_REPORTS);
     let reply: Reply = Arc::new(move |heard: ToCoordinator| {
         // A lost report is asked for again.
-        let _ = reports.send(heard);
+        let _ = reports.try_send(heard);
     });
     // Whoever reports keeps its end of the queue for longer than there is a connection.
     let (_connected, over) = crossbeam_channel::bounded::<Infallible>(0);

@@ -56,18 +56,25 @@ enum Met {
     Nothing,
 }
 
-/// The VM's restore meets an order, whose reports go to `reply`.
-fn meet(kept: &mut BTreeMap<VmName, KeptRestore>, vm: &VmName, id: &str, reply: &Reply) -> Met {
-    let Some(known) = kept.get_mut(vm) else { return Met::Nothing };
+/// The VM's restore meets an order, whose reports go to `reply`; that of before comes back.
+fn meet(
+    kept: &mut BTreeMap<VmName, KeptRestore>,
+    vm: &VmName,
+    id: &str,
+    reply: &Reply,
+) -> (Met, Option<Reply>) {
+    let Some(known) = kept.get_mut(vm) else { return (Met::Nothing, None) };
     if known.id != id {
-        return Met::Other { id: known.id.clone(), is_over: matches!(known.way, Way::Over(_)) };
+        let is_over = matches!(known.way, Way::Over(_));
+        return (Met::Other { id: known.id.clone(), is_over }, None);
     }
-    known.reply = reply.clone();
-    match &known.way {
+    let former = std::mem::replace(&mut known.reply, reply.clone());
+    let met = match &known.way {
         Way::Beginning => Met::Answer(Report::Loading { pages: 0 }),
         Way::Open(keeper) => Met::Keeper(keeper.clone()),
         Way::Over(report) => Met::Answer(report.clone()),
-    }
+    };
+    (met, Some(former))
 }
 
 /// Says something; what cannot be said any more is noticed by whoever listens.
@@ -93,7 +100,7 @@ impl Host {
         let member = task.member;
         let answer = |report| reply(ToCoordinator::Restore(member, report));
         loop {
-            let met = self.snapshots.note(|known| meet(&mut known.kept, &vm, &task.id, reply));
+            let (met, _former) = self.snapshots.note(|known| meet(&mut known.kept, &vm, &task.id, reply));
             let former = match met {
                 Met::Keeper(keeper) => {
                     say(&keeper, &ToMember::Restore(task, order));

@@ -31,9 +31,12 @@ pub fn run() -> anyhow::Result<()> {
     let socket = estate.socket.clone();
     let listener =
         listen(&socket).with_context(|| format!("cannot listen at {}", socket.display()))?;
-    let kept = Custodian { estate, descriptors, listener, still: None }.keep(daemon);
+    let mut custodian = Custodian { estate, descriptors, listener, daemon, still: None };
+    let kept = custodian.keep();
     fail::fail_point!("custodian-ends");
+    // While it still listens, and its daemon still has it: once it has ended nobody removes another one's socket.
     fs::remove_file(&socket).with_context(|| format!("cannot remove {}", socket.display()))?;
+    drop(custodian);
     kept
 }
 
@@ -49,15 +52,17 @@ struct Custodian {
     /// QEMU's pidfd comes first.
     descriptors: Vec<OwnedFd>,
     listener: UnixListener,
+    /// Whoever the guest goes on with.
+    daemon: UnixStream,
     /// Time since which the guest has stood still.
     still: Option<Instant>,
 }
 
 impl Custodian {
     /// Keeps everything until it is told to end, or QEMU has ended.
-    fn keep(mut self, mut daemon: UnixStream) -> anyhow::Result<()> {
-        daemon.write_all(&[READY])?;
-        while self.attend(&daemon)? {
+    fn keep(&mut self) -> anyhow::Result<()> {
+        self.daemon.write_all(&[READY])?;
+        while self.attend()? {
             // The daemon is gone. An error: so is QEMU.
             if self.stop().is_err() {
                 return Ok(());
@@ -65,9 +70,9 @@ impl Custodian {
             if !self.readable(self.listener.as_fd())? {
                 return Ok(());
             }
-            daemon = self.listener.accept()?.0;
+            self.daemon = self.listener.accept()?.0;
             // One that dies at once is missed at once.
-            let _ = self.hand_over(&daemon);
+            let _ = self.hand_over();
         }
         Ok(())
     }
@@ -79,14 +84,14 @@ impl Custodian {
     }
 
     /// Hears the daemon; true if it is gone, false if there is nothing to keep any more.
-    fn attend(&mut self, mut daemon: &UnixStream) -> io::Result<bool> {
-        while self.readable(daemon.as_fd())? {
+    fn attend(&mut self) -> io::Result<bool> {
+        while self.readable(self.daemon.as_fd())? {
             let mut word = [0];
-            match daemon.read(&mut word) {
+            match self.daemon.read(&mut word) {
                 Ok(1) if word == [GOES_ON] => self.still = None,
                 Ok(1) if word == [STOP] => match self.stop() {
                     // Whoever dies meanwhile is missed at the next look.
-                    Ok(()) => drop(daemon.write_all(&[READY])),
+                    Ok(()) => drop(self.daemon.write_all(&[READY])),
                     // QEMU has ended.
                     Err(_) => return Ok(false),
                 },
@@ -98,10 +103,10 @@ impl Custodian {
         Ok(false)
     }
 
-    fn hand_over(&mut self, daemon: &UnixStream) -> anyhow::Result<()> {
+    fn hand_over(&mut self) -> anyhow::Result<()> {
         let still = self.still.map_or(0, |since| since.elapsed().as_millis() as u64);
         self.estate.still_ms = still;
-        transport::send(daemon, &serde_json::to_vec(&self.estate)?, &self.descriptors)?;
+        transport::send(&self.daemon, &serde_json::to_vec(&self.estate)?, &self.descriptors)?;
         Ok(())
     }
 

@@ -17,7 +17,7 @@ use understudy_session::backup::Event;
 /// The primary believes a proof for 4.5 s ([`crate::primary`]).
 const INTERVAL: Duration = Duration::from_secs(2);
 
-/// The reason why a host that ends takes nobody over.
+/// The reason why a host that ends is no backup.
 const ENDS: &str = "it is shutting down";
 
 /// Asks the host that was the primary who owns the VM; none if it does not say.
@@ -79,10 +79,10 @@ fn unconnected(leader: &Session) -> Result<(), String> {
 }
 
 impl Session {
-    /// This host is about to end: from here on no guest is to come here, and none is called protected.
+    /// This host is about to end. With its next proof it says so: none is to be handed to it, or called protected, from
+    /// then on.
     pub fn end_soon(&self) {
         self.group.ends_soon.store(true, Ordering::Release);
-        self.event(Event::Proven(self.stays()));
     }
 
     fn stays(&self) -> Result<(), String> {

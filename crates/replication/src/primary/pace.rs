@@ -5,7 +5,7 @@ use tracing::{info, warn};
 use understudy_machine::cgroup::VcpuGroup;
 use understudy_protocol::VmName;
 
-/// The reason why a guest is slowed down.
+/// The reason for which a guest is slowed down, if it is.
 #[derive(Clone, Copy, Debug)]
 pub enum Outruns {
     /// It writes too much.

@@ -1,4 +1,4 @@
-//! The measurements of a session: the last checkpoints and the bytes sent.
+//! The measurements of a session: the last checkpoints, the bytes sent, and what of that follows for the guest's speed.
 
 use super::link_speed::LinkSpeed;
 use super::pace::Limit;
