@@ -77,7 +77,6 @@ impl Mutant {
         Some(match mutant {
             ClocksAgree => 8219,
             LeaseBesideSession => 3989,
-            ReplaceWhatRuns => 4340,
             KeepUnheardGrant => 3728,
             EndTheOthers => 2951,
             PrepareTooEarly => 2823,
