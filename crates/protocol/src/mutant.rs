@@ -212,8 +212,6 @@ mutants! {
     StayUndecided,
     /// A coordinator takes the arbiter's silence for its word that the members stay.
     SettleUnheard,
-    /// A restore ends a guest that runs.
-    ReplaceWhatRuns,
 }
 
 /// The schedules in which a bug shows.

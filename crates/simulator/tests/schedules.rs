@@ -99,7 +99,6 @@ fn broken_by(mutant: Mutant) -> &'static str {
             DecideEarly | SettleUnheard => "is to stay, and not all were to",
             GiveUpUnasked => "is stopped, and all were to stay",
             StayUndecided => "is in a restore|came to nothing",
-            ReplaceWhatRuns => "is stopped, and all were to stay",
         },
         Mutant::Driver(mutant) => match mutant {
             AckBeforeStaged | LoseBarrier => "output commit",

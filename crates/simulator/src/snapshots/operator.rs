@@ -1,6 +1,6 @@
 //! Who orders snapshots and restores, stops and starts VMs, and does not always wait for the end.
 
-use super::world::{Event, Op, OpId, OpKind, World};
+use super::world::{Event, Op, OpId, OpKind, Vm, World};
 use crate::host::HostId;
 use std::time::Duration;
 use understudy_protocol::{Generation, Verdict};
@@ -45,7 +45,8 @@ impl World {
         let all_run = self.members().all(|member| self.running(member).is_some());
         // Of two restores at once the later one's life counts for whoever starts by itself, although the
         // earlier one came about: its members have no network beside that one.
-        if self.vms.iter().any(|vm| vm.alive && !vm.frozen && !vm.seated) {
+        let here: Vec<&Vm> = self.vms.iter().filter(|vm| vm.alive && !vm.frozen).collect();
+        if here.iter().any(|vm| !vm.seated || vm.incarnation != here[0].incarnation) {
             self.coverage.members_without_network += 1;
             return self.stop_all();
         }

@@ -2,7 +2,7 @@
 
 use super::CohortPhase;
 use crate::Incarnation;
-use understudy_protocol::{GroupName, planted};
+use understudy_protocol::GroupName;
 
 /// The last restore of a VM that its host knows of.
 #[derive(Clone, Debug)]
@@ -25,9 +25,7 @@ impl Former<'_> {
         incarnation: Incarnation,
     ) -> Result<(), &'static str> {
         match self.phase {
-            CohortPhase::Running | CohortPhase::Restored
-                if self.has_vm && !planted!(ReplaceWhatRuns) =>
-            {
+            CohortPhase::Running | CohortPhase::Restored if self.has_vm => {
                 Err("it runs on this host, restored from a snapshot: stop it there first")
             }
             // What came of it, or of its VM, cannot be taken back any more.
