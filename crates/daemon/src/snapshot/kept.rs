@@ -100,7 +100,8 @@ impl Host {
         let member = task.member;
         let answer = |report| reply(ToCoordinator::Restore(member, report));
         loop {
-            let (met, _former) = self.snapshots.note(|known| meet(&mut known.kept, &vm, &task.id, reply));
+            let (met, _former) =
+                self.snapshots.note(|known| meet(&mut known.kept, &vm, &task.id, reply));
             let former = match met {
                 Met::Keeper(keeper) => {
                     say(&keeper, &ToMember::Restore(task, order));

@@ -164,8 +164,9 @@ mod tests {
             let descriptors = vec![pidfd_of(&qemu), writer.into()];
             let (daemon, theirs) = UnixStream::pair().unwrap();
             let listener = listen(&socket).unwrap();
-            let custodian = Custodian { estate, descriptors, listener, still: None };
-            let custodian = thread::spawn(move || custodian.keep(theirs));
+            let mut custodian =
+                Custodian { estate, descriptors, listener, daemon: theirs, still: None };
+            let custodian = thread::spawn(move || custodian.keep());
             let mut ready = [0];
             (&daemon).read_exact(&mut ready).unwrap();
             assert_eq!(ready, [READY]);

@@ -13,11 +13,12 @@
 //! | [`world`] | virtual time and events; hosts, VMs, store, arbiter |
 //! | [`operator`] | who orders snapshots and restores, and stops and starts VMs meanwhile |
 //! | [`wires`] | frames between members, orders and reports: late, lost, in order |
-//! | [`take`], [`restore`] | a member's host and the coordinator: what the daemon does around the core |
+//! | [`take`], [`restore`], [`decided`] | a member's host and the coordinator: what the daemon does around the core |
 //! | [`faults`] | what fails, and comes back |
 //! | [`checks`] | the truth, and what must hold against it |
 
 mod checks;
+mod decided;
 mod faults;
 mod operator;
 mod restore;

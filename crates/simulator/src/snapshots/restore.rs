@@ -12,25 +12,25 @@ use understudy_snapshot::{
 };
 
 const TICK: Duration = Duration::from_millis(500);
-const AGAIN: Duration = Duration::from_secs(1);
+pub(super) const AGAIN: Duration = Duration::from_secs(1);
 const PATIENCE: Duration = Duration::from_secs(3);
 /// Time between two looks of a coordinator at the clock: no deadline of it comes sooner.
-const LOOK: Duration = Duration::from_millis(100);
+pub(super) const LOOK: Duration = Duration::from_millis(100);
 
 /// A member that is being restored, or was.
 #[derive(Debug)]
 pub(crate) struct Restoring {
     pub(crate) op: OpId,
     pub(crate) cohort: Cohort,
-    stop: bool,
+    pub(super) stop: bool,
     /// A QEMU is loaded, and not started.
-    prepared: bool,
+    pub(super) prepared: bool,
     /// Threads that load or start it.
-    workers: u32,
+    pub(super) workers: u32,
     /// It is being won from the arbiter, and started.
-    claims: bool,
+    pub(super) claims: bool,
     /// Looks since the last order, or question to the arbiter.
-    unheard: u32,
+    pub(super) unheard: u32,
 }
 
 impl Restoring {
@@ -302,7 +302,7 @@ impl World {
     }
 
     /// The restore of a job, if its daemon lives and no other has taken its place.
-    fn restoring(&mut self, job: &Job) -> Option<&mut Restoring> {
+    pub(super) fn restoring(&mut self, job: &Job) -> Option<&mut Restoring> {
         if !self.is_of(job) {
             return None;
         }
@@ -310,7 +310,7 @@ impl World {
         restoring.filter(|restoring| restoring.op.0 as u64 == job.id)
     }
 
-    fn restoring_event(&mut self, job: &Job, event: CohortEvent) {
+    pub(super) fn restoring_event(&mut self, job: &Job, event: CohortEvent) {
         if self.restoring(job).is_some() {
             self.cohort_of(job.host, job.member, event);
         }
@@ -426,7 +426,7 @@ impl World {
     }
 
     /// Ends a VM that a restore has started.
-    fn stop_restored(&mut self, vm: VmId, op: OpId) {
+    pub(super) fn stop_restored(&mut self, vm: VmId, op: OpId) {
         let (host, member) = (self.vms[vm.0].host, self.vms[vm.0].member);
         self.note(Some(host), || format!("{member:?} is stopped: its restore is given up"));
         self.coverage.restored_stopped_again += 1;
@@ -440,63 +440,5 @@ impl World {
     pub(crate) fn release(&mut self, host: HostId, member: Member, generation: Generation) {
         let at = member.index();
         drop(self.consult(host, |arbiter| arbiter.vms[at].swap(generation, None)));
-    }
-
-    pub(crate) fn completes(&mut self, job: Job) {
-        if self.store.away > 0 && self.is_of(&job) {
-            return self.after(AGAIN, Event::Completes(job));
-        }
-        let Some(restoring) = self.restoring(&job) else { return };
-        if !restoring.stop {
-            self.restoring_event(&job, CohortEvent::Complete);
-        }
-    }
-
-    pub(crate) fn entrusts(&mut self, job: Job) {
-        let Some(op) = self.restoring(&job).map(|restoring| restoring.op) else { return };
-        let vm = self.vm_on(job.host, job.member);
-        if let Some(vm) = vm.filter(|vm| self.vms[vm.0].restored_by == Some(op)) {
-            self.vms[vm.0].entrusted = true;
-        }
-    }
-
-    /// The coordinator is silent: does the VM stay?
-    pub(crate) fn asks(&mut self, job: Job) {
-        let Some(restoring) = self.restoring(&job) else { return };
-        restoring.unheard = 0;
-        let op = restoring.op;
-        let Some(incarnation) = self.restore_of(op).map(|one| one.incarnation) else { return };
-        self.coverage.members_asked += 1;
-        let before = Decision::before(incarnation);
-        let record = self.consult(job.host, |arbiter| {
-            arbiter.decision.swap(before, None);
-            arbiter.decision.ownership()
-        });
-        self.note_decision(incarnation);
-        // Asked again without an answer.
-        let Some(record) = record else { return };
-        let decision = Decision::of_record(Some(&record), incarnation);
-        self.soon(1, 200, Event::Answered(job, decision));
-    }
-
-    pub(crate) fn answered(&mut self, job: Job, decision: Decision) {
-        match decision {
-            Decision::Settled => self.coverage.members_settled_by_arbiter += 1,
-            Decision::GivenUp => self.coverage.members_given_up_by_arbiter += 1,
-        }
-        self.restoring_event(&job, CohortEvent::Decided(decision));
-    }
-
-    pub(crate) fn discards(&mut self, job: Job) {
-        let vm = self.vm_on(job.host, job.member);
-        let Some(restoring) = self.restoring(&job) else { return };
-        let (op, waits) = (restoring.op, restoring.workers > 0);
-        if let Some(vm) = vm.filter(|vm| self.vms[vm.0].restored_by == Some(op)) {
-            self.stop_restored(vm, op);
-        }
-        match waits {
-            true => self.after(LOOK, Event::Discards(job)),
-            false => self.restoring_event(&job, CohortEvent::Discarded),
-        }
     }
 }

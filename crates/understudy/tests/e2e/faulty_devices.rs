@@ -34,7 +34,8 @@ impl Mapped {
     fn on(file: &Path) -> Result<Mapped> {
         let under = Device::on(file)?;
         let sectors = fs::metadata(file)?.len() / SECTOR_BYTES;
-        let name = format!("understudy-story-{}-{}", process::id(), MADE.fetch_add(1, Ordering::Relaxed));
+        let name =
+            format!("understudy-story-{}-{}", process::id(), MADE.fetch_add(1, Ordering::Relaxed));
         let path = Path::new("/dev/mapper").join(&name);
         let device = Mapped { name, path, sectors, under };
         dmsetup(&["create", &device.name, "--table", &device.sound()])?;
