@@ -305,7 +305,7 @@ fn gaps(runs: &[PageRun], pages: u64) -> impl Iterator<Item = Range<u64>> {
 pub fn units(chunk: &[u8], slot: u16, count: u64) -> anyhow::Result<&[u8]> {
     let from = usize::from(slot) * UNIT_BYTES;
     let units = chunk.get(from..from + count as usize * UNIT_BYTES);
-    units.context("a chunk of the memory is too short")
+    units.context("a chunk is too short")
 }
 
 #[cfg(test)]

@@ -174,6 +174,8 @@ impl Host {
         phase: PrimaryPhase,
     ) {
         if matches!(phase, PrimaryPhase::Alone(_)) {
+            // Its output leaves already: its lease is to begin before anything here waits for storage.
+            self.watchdog.look();
             self.note_end_of_lockstep(vm);
             vm.note_distrust();
         }

@@ -230,10 +230,10 @@ impl Machine {
         let servers = serve_disks(&disks, &home)?;
         let ports = adopt_ports(note, &mut descriptors, &doorbell)?;
         let tpm = match note.tpm {
-            Some(tpm) => Some((tpm, descriptors.next()?)),
+            Some(tpm) => Some(Tpm::adopt(tpm, descriptors.next()?, run_dir)),
             None => None,
         };
-        // From here on an error ends QEMU, and with it its TPM.
+        // From here on an error ends QEMU, and then its TPM, which is waited for: it may be writing.
         let log = run_dir.join(QEMU_LOG);
         let process = Arc::new(Process {
             qemu: Qemu::adopt(note.qemu_pid, pidfd, log, note.log_start),
@@ -279,7 +279,7 @@ impl Machine {
             agent,
             _hearing: hearing,
             console_server,
-            tpm: tpm.map(|(tpm, pidfd)| Tpm::adopt(tpm, pidfd, run_dir)),
+            tpm,
             presence: Arc::new(()),
         })
     }

@@ -64,13 +64,13 @@ mod tests {
     use std::os::unix::net::{UnixListener, UnixStream};
     use std::thread;
 
-    const MOMENT: Duration = Duration::from_millis(300);
+    const MOMENT: Duration = Duration::from_secs(2);
 
     /// Answers questions at once, and what it is told to do after a while.
     fn serve(mut stream: UnixStream) {
         let mut request = BufReader::new(stream.try_clone().unwrap()).lines();
         if !request.next().unwrap().unwrap().starts_with("GET ") {
-            thread::sleep(3 * MOMENT);
+            thread::sleep(MOMENT + MOMENT / 4);
         }
         let _headers = request.find(|line| line.as_ref().is_ok_and(String::is_empty));
         // Who has given up does not hear it.

@@ -80,7 +80,8 @@ pub fn end_all(
     Ok(left)
 }
 
-/// Waits until all of these have ended, or are given up.
+/// Waits until all of these have ended, or are given up. One that hangs may answer again while others are waited for: it is
+/// given up when only such are left.
 fn await_ends(
     ending: &[Keeper],
     patience: Duration,
@@ -88,17 +89,25 @@ fn await_ends(
     left: &mut Left,
 ) -> io::Result<()> {
     let mut deadline = Instant::now() + patience;
-    for keeper in ending {
-        match keeper.ends_by(deadline)? {
-            Ended::Yes => {
-                goes_on();
-                deadline = Instant::now() + patience;
+    let mut awaited: Vec<&Keeper> = ending.iter().collect();
+    loop {
+        let mut silent = Vec::new();
+        for keeper in &awaited {
+            match keeper.ends_by(deadline)? {
+                Ended::Yes => {
+                    goes_on();
+                    deadline = Instant::now() + patience;
+                }
+                Ended::Late => left.unended.extend(keeper.vms.iter().cloned()),
+                Ended::Hangs => silent.push(*keeper),
             }
-            Ended::Late => left.unended.extend(keeper.vms.iter().cloned()),
-            Ended::Hangs => left.silent.extend(keeper.vms.iter().cloned()),
         }
+        if silent.len() == awaited.len() {
+            left.silent.extend(silent.iter().flat_map(|keeper| keeper.vms.iter().cloned()));
+            return Ok(());
+        }
+        awaited = silent;
     }
-    Ok(())
 }
 
 /// Whether the keepers of the host with this state directory are being ended: it is about to go down.
@@ -127,7 +136,7 @@ struct Keeper {
     process: OwnedFd,
     /// It was told already: told once more, it would cut its guests.
     ending: bool,
-    /// It has said nothing for too long.
+    /// It has said nothing for too long, up to now.
     hangs: AtomicBool,
     vms: Vec<VmName>,
 }
@@ -185,21 +194,28 @@ impl Keeper {
         }
     }
 
-    /// Asks how it is until nobody waits for it any more, or it has said nothing for too long.
+    /// Asks how it is until nobody waits for it any more. One of its VMs that answers is enough: the places of a group are
+    /// closed one after the other.
     fn listen(
         &self,
         state_dir: &Path,
         patience: &Patience<impl Fn(&VmName, &Path) -> bool>,
         over: &AtomicBool,
     ) {
-        let hears = |vm: &VmName| (patience.hears)(vm, &vm.below(state_dir).join(SOCKET));
+        let is_over = || over.load(Ordering::Acquire);
+        // Who waits no more does not wait for the answers of a whole group either.
+        let hears =
+            |vm: &VmName| !is_over() && (patience.hears)(vm, &vm.below(state_dir).join(SOCKET));
         let mut heard = Instant::now();
-        while !over.load(Ordering::Acquire) {
-            if self.vms.iter().all(hears) {
-                heard = Instant::now();
-            } else if heard.elapsed() >= patience.silence {
-                return self.hangs.store(true, Ordering::Release);
-            }
+        while !is_over() {
+            let hangs = match self.vms.iter().any(hears) {
+                true => {
+                    heard = Instant::now();
+                    false
+                }
+                false => heard.elapsed() >= patience.silence,
+            };
+            self.hangs.store(hangs, Ordering::Release);
             // An error shows in whoever waits for it.
             if has_ended(self.process.as_fd(), PollTimeout::from(ASK_MS)).unwrap_or(true) {
                 return;
@@ -362,29 +378,74 @@ mod tests {
         drop(claim);
     }
 
+    /// A process that hangs; it does not outlive the test, whatever becomes of that.
+    struct Stopped(Child);
+
+    impl Stopped {
+        fn begin() -> Stopped {
+            let stopped = Stopped(Command::new("sleep").arg("600").spawn().unwrap());
+            signal(stopped.pidfd().as_fd(), Signal::SIGSTOP).unwrap();
+            stopped
+        }
+
+        fn pidfd(&self) -> OwnedFd {
+            pidfd_of(self.0.id()).unwrap()
+        }
+    }
+
+    impl Drop for Stopped {
+        fn drop(&mut self) {
+            self.0.kill().unwrap();
+            self.0.wait().unwrap();
+        }
+    }
+
     // Before, the host's shutdown waited for it as long as for one that hands its VMs over.
     #[test]
     fn a_keeper_that_answers_nothing_is_given_up_long_before_one_that_answers() {
         let directory = tempfile::tempdir().unwrap();
         let directory = directory.path();
         let (db, web): (VmName, VmName) = (literal("db"), literal("web"));
-        let stopped = || {
-            let keeper = Command::new("sleep").arg("600").spawn().unwrap();
-            signal(pidfd_of(keeper.id()).unwrap().as_fd(), Signal::SIGSTOP).unwrap();
-            keeper
-        };
-        let mut keepers = [stopped(), stopped()];
+        let keepers = [Stopped::begin(), Stopped::begin()];
         let _claims = [(&keepers[0], &db), (&keepers[1], &web)]
-            .map(|(it, vm)| claimed_by(it.id(), directory, vm));
+            .map(|(it, vm)| claimed_by(it.0.id(), directory, vm));
         let hears = |vm: &VmName, socket: &Path| vm.as_str() == "web" && socket.ends_with(SOCKET);
         let moment = Duration::from_secs(3);
         let patience = Patience { end: moment, silence: Duration::ZERO, hears };
         let left = end_all(directory, &patience, || ()).unwrap();
         assert_eq!(left, Left { unended: vec![web], silent: vec![db], ..Left::default() });
-        for keeper in &mut keepers {
-            keeper.kill().unwrap();
-            keeper.wait().unwrap();
-        }
+    }
+
+    // Before, one that had been silent once was given up, and so was a group of which one VM's place was closed.
+    #[test]
+    fn one_vm_that_answers_again_takes_back_that_its_keeper_hangs() {
+        let (process, directory) = (Stopped::begin(), tempfile::tempdir().unwrap());
+        let keeper = Keeper {
+            process: process.pidfd(),
+            ending: false,
+            hangs: AtomicBool::new(false),
+            vms: vec![literal("db"), literal("web")],
+        };
+        let (answers, over) = (AtomicBool::new(false), AtomicBool::new(false));
+        let hears = |vm: &VmName, _: &Path| vm.as_str() == "web" && answers.load(Ordering::Acquire);
+        let patience = Patience { end: LONG, silence: Duration::ZERO, hears };
+        let comes = |hangs: bool| {
+            let until = Instant::now() + LONG;
+            while keeper.hangs.load(Ordering::Acquire) != hangs && Instant::now() < until {
+                thread::sleep(Duration::from_millis(5));
+            }
+            keeper.hangs.load(Ordering::Acquire) == hangs
+        };
+        let (told, taken_back) = thread::scope(|scope| {
+            keeper.listen_in(scope, directory.path(), &patience, &over);
+            let told = comes(true);
+            answers.store(true, Ordering::Release);
+            let taken_back = comes(false);
+            over.store(true, Ordering::Release);
+            (told, taken_back)
+        });
+        assert!(told, "it was silent");
+        assert!(taken_back, "it answered");
     }
 
     /// A keeper's note of this process, as if it were another one's.

@@ -66,6 +66,8 @@ use understudy_replication::records::Record;
 use understudy_report::Role;
 use understudy_report::error::{ErrorKind, HostError};
 
+/// The longest for which a keeper that is told something says nothing at all: it hangs then.
+pub const SILENCE: Duration = Duration::from_secs(30);
 /// The socket of a keeper's API, in its VM's directory.
 const SOCKET: &str = "keeper.sock";
 /// The socket through which a keeper gets connections of other hosts, beside it.

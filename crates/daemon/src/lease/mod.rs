@@ -37,8 +37,8 @@ use watchdog::Petter;
 
 /// Time between two looks.
 const LOOK: Duration = Duration::from_millis(100);
-/// The same while no VM has a lease, as one that is protected has none: that its first begins so much later is as if it had
-/// become a sole owner later. One that comes is told.
+/// The same while no VM has a lease, as one that is protected has none. The output of a VM that becomes a sole owner leaves
+/// at once, lease or not: so the thread is told of that, and of each VM that comes.
 const IDLE: Duration = Duration::from_secs(1);
 /// Pause before a guest whose QEMU has not answered is told again to stand still, or to go on.
 const AGAIN: Duration = Duration::from_secs(1);

@@ -120,7 +120,7 @@ impl Petting {
         let _ = self.0.send(Order::Pet(watchdog));
     }
 
-    /// Has leases looked at: a VM runs here from now on.
+    /// Has leases looked at: a VM runs here from now on, or is this host's alone.
     pub fn look(&self) {
         let _ = self.0.send(Order::Look);
     }

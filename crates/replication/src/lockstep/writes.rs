@@ -25,9 +25,12 @@ pub struct Counts {
 }
 
 impl Counts {
+    /// The writes since the log's begin; none if that cannot be told. No count is below its base today: on a primary
+    /// `session.rounds` is held over each count, and over `begin_log` and its checkpoint; a backup's guest begins later.
     fn since_begin(&self, counts: impl IntoIterator<Item = GuestWrites>) -> Option<Written> {
-        let since = |(now, base): (GuestWrites, &GuestWrites)| {
-            (now.failed == base.failed).then_some(now.count - base.count)
+        let since = |(now, base): (GuestWrites, &GuestWrites)| match now.failed == base.failed {
+            true => now.count.checked_sub(base.count),
+            false => None,
         };
         counts.into_iter().zip(self.bases.as_ref()?).map(since).collect::<Option<_>>().map(Written)
     }

@@ -10,7 +10,7 @@ pub use relay::follow;
 
 use super::control::Control;
 use crate::metrics::KeptPage;
-use asking::{ask, start};
+use asking::{ask, start, tell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::resume_unwind;
 use std::path::Path;
@@ -47,8 +47,8 @@ const END_LOOK: Duration = Duration::from_millis(10);
 pub struct Routed(pub Arc<Host>);
 
 impl Routed {
-    /// Asks the VM's keeper, if it has one, and else the daemon itself.
-    fn either<T>(
+    /// Asks the VM's keeper, if it has one, and else the daemon itself, what they know.
+    fn known<T>(
         &self,
         vm: &VmName,
         keeper: impl FnOnce(&Client) -> Result<T, Failure>,
@@ -57,6 +57,19 @@ impl Routed {
         match self.0.keeper_of(vm) {
             None => daemon(&self.0),
             Some(found) => ask(vm, found.reachable()?, keeper),
+        }
+    }
+
+    /// Tells the VM's keeper, if it has one, and else the daemon itself, what to do.
+    fn either<T>(
+        &self,
+        vm: &VmName,
+        keeper: impl FnOnce(&Client) -> Result<T, Failure>,
+        daemon: impl FnOnce(&Arc<Host>) -> Result<T, HostError>,
+    ) -> Result<T, HostError> {
+        match self.0.keeper_of(vm) {
+            None => daemon(&self.0),
+            Some(found) => tell(vm, found.reachable()?, keeper),
         }
     }
 
@@ -69,7 +82,7 @@ impl Routed {
         daemon: impl FnOnce(&Arc<Host>) -> Result<T, HostError>,
     ) -> Result<T, HostError> {
         let Some(found) = self.0.keeper_of(vm) else { return daemon(&self.0) };
-        let done = ask(vm, found.reachable()?, keeper)?;
+        let done = tell(vm, found.reachable()?, keeper)?;
         self.await_end(&found);
         Ok(done)
     }
@@ -218,7 +231,7 @@ impl Control for Routed {
         self.0.start_in_keeper(&definition, start)
     }
     fn definition(&self, name: &VmName) -> Result<VmDefinition, HostError> {
-        self.either(name, |keeper| keeper.definition(name), |host| host.definition(name))
+        self.known(name, |keeper| keeper.definition(name), |host| host.definition(name))
     }
     fn vm_stop(&self, name: &VmName, force: bool) -> Result<(), HostError> {
         let is_left = self.0.is_left_to_keeper(name);
@@ -263,7 +276,7 @@ impl Control for Routed {
             Together::InDaemon => self.0.protect_group(name, request),
             Together::In(keeper) => {
                 let order = |client: &Client| client.protect_group(name, &request);
-                let told = ask(&keeper.vm, keeper.reachable()?, order)?;
+                let told = tell(&keeper.vm, keeper.reachable()?, order)?;
                 let own = request.vms.iter().zip(told).map(|(vm, told)| of_its_own(vm, told));
                 own.collect()
             }
@@ -293,7 +306,7 @@ impl Control for Routed {
         self.0.recover_in_its_place(name, request)
     }
     fn timings(&self, name: &VmName) -> Result<Vec<CheckpointTiming>, HostError> {
-        self.either(name, |keeper| keeper.timings(name), |host| host.timings(name))
+        self.known(name, |keeper| keeper.timings(name), |host| host.timings(name))
     }
     fn verify_lockstep(&self, name: &VmName) -> Result<ComparisonReport, HostError> {
         self.either(name, |keeper| keeper.verify_lockstep(name), |host| host.verify_lockstep(name))

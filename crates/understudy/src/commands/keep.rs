@@ -18,6 +18,7 @@ use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 use understudy_client::{Client, Exit, Failure, FailureKind};
 use understudy_daemon::config::{Ending, HostConfig};
+use understudy_daemon::keeper::SILENCE;
 use understudy_daemon::keeper::ending::{self, Left, Patience};
 use understudy_daemon::keeper::order::Order;
 use understudy_daemon::keeper::places::{Close, Door};
@@ -30,8 +31,7 @@ use understudy_report::{ErrorKind, HostError};
 
 /// Time for what was asked to be answered: who ended the VM is to hear that, on a busy host, too.
 const LAST_ANSWERS: Duration = Duration::from_secs(8);
-/// Time for one that is told to end to say anything while it does, and for each answer.
-const SILENCE: Duration = Duration::from_secs(30);
+/// Time for each answer of one that is told to end.
 const ANSWER: Duration = Duration::from_secs(5);
 
 /// Keeps a VM, and those of its group that come, until they are gone, or until SIGTERM; follows an order

@@ -1,18 +1,16 @@
 //! `vm stop --force` of a VM that has a keeper, which may hang.
 
-use super::asking::understood;
+use super::asking::{Said, understood};
 use super::{Routed, comes_true};
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_client::{Client, Failure, FailureKind};
-use understudy_daemon::keeper::Keeper;
+use understudy_daemon::keeper::{Keeper, SILENCE};
 use understudy_protocol::VmName;
 use understudy_report::HostError;
 
-/// Time for a keeper to cut its VM, which may wait for its backup and for the arbiter, before it is ended itself.
-const PATIENCE: Duration = Duration::from_secs(30);
 /// Pause before one that takes no connection is asked again.
 const PAUSE: Duration = Duration::from_millis(250);
 
@@ -29,7 +27,7 @@ impl Routed {
             Err(failure) if is_no_answer(&failure) && self.is_still_there(&keeper) => {
                 self.0.end_hung_keeper(&keeper)
             }
-            Err(failure) => understood(vm, Err(failure)),
+            Err(failure) => understood(vm, Said::Order, Err(failure)),
             Ok(()) => {
                 self.await_end(&keeper);
                 Ok(())
@@ -37,9 +35,9 @@ impl Routed {
         }
     }
 
-    /// Asks a keeper until it answers or is gone, for as long as it may take.
+    /// Asks a keeper until it answers or is gone: to cut its VM it may wait for its backup and for the arbiter.
     fn ask_for_end(&self, keeper: &Keeper, socket: &Path) -> Result<(), Failure> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + SILENCE;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             let client = Client::new(socket).map(|client| client.bounded(left));
