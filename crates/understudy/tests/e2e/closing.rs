@@ -83,13 +83,11 @@ fn begin_unprotected(scene: &Scene) -> Result<(PathBuf, u64)> {
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_host_that_shuts_down_protects_nobody() {
     let mut options = options().calm();
-    fail_at(&mut options, "b", "end-backups=sleep(10000)");
+    fail_at(&mut options, "b", "end-backups=sleep(15000)");
     play_protected(options, |scene, client| {
         let daemon = scene.host("b")?.pid().to_string();
         run("kill", &["-TERM", &daemon])?;
         await_unfit(scene, "it is shutting down")?;
-        let (_, said) = refusal(scene.host("a")?, &["failover", VM])?;
-        ensure!(said.contains("it is shutting down"), "{said}");
         ensure!(scene.host_mut("b")?.is_running(), "it ended too early to tell");
         ensure!(scene.host_mut("b")?.terminate()?.success(), "host b did not end in order");
         prove_survival(scene, client, "a")
