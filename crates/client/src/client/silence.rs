@@ -46,10 +46,10 @@ impl Client {
             }
             // One question at a time: one that hangs is not to be out of room for connections. Any answer shows that
             // it lives, be it that there is no such VM.
-            match timeout(left, self.exchange(Method::GET, question, Bytes::new())).await {
-                Ok(Ok(_)) => heard = Instant::now(),
-                // Without an answer, or without a connection.
-                Err(_) | Ok(Err(_)) => {}
+            let asked = timeout(left, self.exchange(Method::GET, question, Bytes::new())).await;
+            // Else there was no answer, or no connection.
+            if let Ok(Ok(_)) = asked {
+                heard = Instant::now();
             }
             sleep(PAUSE.min(*longest / 4)).await;
         }

@@ -282,9 +282,8 @@ impl World {
         }
         self.queue.put(Schedule::calm(), Event::Calm);
         self.after(Duration::from_millis(100), Event::Operator);
-        match self.schedule.lasting {
-            Some(what) => self.after(Duration::from_secs(14), Event::Lasts(what)),
-            None => {}
+        if let Some(what) = self.schedule.lasting {
+            self.after(Duration::from_secs(14), Event::Lasts(what));
         }
     }
 
