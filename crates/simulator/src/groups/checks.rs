@@ -18,6 +18,8 @@ pub(crate) struct Truth {
     /// The last epoch of which something of each member has left, on the backup's word.
     released: Vec<Epoch>,
     faults: Vec<Fault>,
+    /// Whether the primary's host lost its power before the backup had a part of every member: nobody was protected.
+    unprotected: bool,
 }
 
 impl Truth {
@@ -28,10 +30,13 @@ impl Truth {
             staged: vec![Epoch(0); members],
             released: vec![Epoch(0); members],
             faults: Vec::new(),
+            unprotected: false,
         }
     }
 
     pub(crate) fn strikes(&mut self, fault: Fault) {
+        let is_first_copy = self.staged.contains(&Epoch(0));
+        self.unprotected |= fault == Fault::Power(Side::A) && is_first_copy;
         self.faults.push(fault);
     }
 
@@ -161,7 +166,7 @@ impl World {
             }
         }
         self.check_endings();
-        if self.truth.faults.len() == 1 && !self.goes_on() {
+        if self.truth.faults.len() == 1 && !self.truth.unprotected && !self.goes_on() {
             let fault = self.truth.faults[0];
             self.violation(format!("one failure, {fault:?}, and the group does not go on"));
         }
