@@ -377,7 +377,7 @@ impl Host {
 fn worn_out(group: &GroupName) -> HostError {
     let message = format!(
         "{group} has no incarnation left that could be counted on: somebody has named one that nobody has won. Remove the \
-         arbiter's record cluster.{group} (docs/FILES.md), with nothing of the group running"
+         arbiter's records cluster.{group} and restore.{group} (docs/FILES.md), with nothing of the group running"
     );
     HostError::new(ErrorKind::Conflict, message)
 }

@@ -31,8 +31,7 @@ impl Decision {
     /// Of a member's host, by the record that stands once it has given it up.
     pub fn of_record(record: Option<&Ownership>, incarnation: Incarnation) -> Decision {
         // A record of a later incarnation: nobody waits for this one any more.
-        let is_its =
-            |record: &&Ownership| record.generation == Decision::before(incarnation).next();
+        let is_its = |record: &&Ownership| record.generation == Generation(incarnation.0.into());
         match record.filter(is_its).is_some_and(|record| record.host.is_some()) {
             true => Decision::Settled,
             false => Decision::GivenUp,
