@@ -385,6 +385,11 @@ mod tests {
         fn begin() -> Stopped {
             let stopped = Stopped(Command::new("sleep").arg("600").spawn().unwrap());
             signal(stopped.pidfd().as_fd(), Signal::SIGSTOP).unwrap();
+            // Until then a signal that comes later, and ends it, is taken first.
+            let status = format!("/proc/{}/status", stopped.0.id());
+            while !fs::read_to_string(&status).unwrap().contains("T (stopped)") {
+                thread::sleep(Duration::from_millis(1));
+            }
             stopped
         }
 
