@@ -58,13 +58,10 @@ impl Host {
         thread::scope(|scope| {
             // A hand-over may take long, and is none of their affair.
             scope.spawn(|| self.power_all_off(&alone));
-            let patience = || Instant::now() + LAPSE_PATIENCE;
-            let deadline = patience();
-            self.hand_all_over(deadline);
-            let others_came = self.await_protection();
+            let in_vain = self.hand_all_over(&[]);
+            self.await_protection();
             self.powering_off.store(true, Ordering::Release);
-            // A backup that was waited for in vain, one that ends itself say, is not waited for twice.
-            self.hand_all_over(if others_came { patience() } else { deadline });
+            self.hand_all_over(&in_vain);
             self.end_all_but_primaries();
             self.power_all_off(&self.running_beside(&alone));
         });
@@ -106,12 +103,11 @@ impl Host {
         self.hurried.store(true, Ordering::Release);
     }
 
-    /// Waits until VMs are protected; what restores protection goes on meanwhile. Whether there were any.
-    fn await_protection(&self) -> bool {
+    /// Waits until VMs are protected; what restores protection goes on meanwhile.
+    fn await_protection(&self) {
         let bound = self.config.power_off_timeout;
         let deadline = Instant::now() + bound;
         let mut awaited = self.being_protected();
-        let are_any = !awaited.is_empty();
         if !awaited.is_empty() {
             let (names, seconds) = (awaited.join(", "), bound.as_secs());
             info!("waiting for the protection of {names}, to hand it over: {seconds} s at most");
@@ -120,7 +116,6 @@ impl Host {
             thread::sleep(LOOK_INTERVAL);
             awaited = self.being_protected();
         }
-        are_any
     }
 
     /// The VMs that have a backup soon, and none yet.
@@ -131,18 +126,25 @@ impl Host {
         awaited.map(|vm| vm.name().to_string()).collect()
     }
 
-    fn hand_all_over(&self, deadline: Instant) {
+    /// Hands those over that are protected; returns those whose backups were waited for in vain. One that ends itself,
+    /// say, is not waited for twice.
+    fn hand_all_over(&self, tried: &[VmName]) -> Vec<VmName> {
+        let (deadline, mut in_vain) = (Instant::now() + LAPSE_PATIENCE, Vec::new());
         for vm in self.running() {
             if !vm.is_protected() {
                 continue;
             }
+            let began = Instant::now();
+            let deadline = if tried.contains(vm.name()) { began } else { deadline };
             // The hand-over of another member of its group may have taken it along.
             if let Err(error) = self.hand_over_by(deadline, &vm)
                 && self.still_runs(&vm)
             {
                 warn!(vm = %vm.name(), "not handed over: {error}");
+                in_vain.extend((began < deadline).then(|| vm.name().clone()));
             }
         }
+        in_vain
     }
 
     /// Hands a VM over; if its backup follows, but could not take over at the moment, when it can.

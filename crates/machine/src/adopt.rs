@@ -193,7 +193,8 @@ impl Machine {
     }
 
     /// Takes it over; its QEMU stands still until [`Machine::wake`]. Dropped, it ends QEMU; an
-    /// error leaves it as it was, but for what it had sent and nobody had taken yet, which may be lost.
+    /// error before its monitor is taken leaves it as it was, but for what it had sent and nobody had
+    /// taken yet; a later one ends QEMU.
     pub fn adopt(adoption: Adoption<'_>) -> anyhow::Result<Machine> {
         let Adoption { note, descriptors, run_dir, limits, disks, on_event } = adoption;
         note.check_files(&disks)?;

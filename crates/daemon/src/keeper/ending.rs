@@ -42,8 +42,19 @@ pub struct Patience<H> {
     pub end: Duration,
     /// Time for one to say anything meanwhile.
     pub silence: Duration,
-    /// Whether a VM's keeper says something on this socket of its API. One that listens no more is about to end.
+    /// What a VM's keeper says on this socket of its API.
     pub hears: H,
+}
+
+/// What is heard of a VM's keeper.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Heard {
+    /// It answers, whatever that is.
+    Answers,
+    /// Nobody listens there any more: it is about to end, or has ended the VM.
+    Closed,
+    /// It does not answer in time.
+    Silent,
 }
 
 /// Tells all keepers of a host to end, but for those that end already, and waits until they have. With each of them
@@ -51,7 +62,7 @@ pub struct Patience<H> {
 /// host has begun meanwhile is not waited for: it backs up what may as well have no backup.
 pub fn end_all(
     state_dir: &Path,
-    patience: &Patience<impl Fn(&VmName, &Path) -> bool + Sync>,
+    patience: &Patience<impl Fn(&VmName, &Path) -> Heard + Sync>,
     goes_on: impl Fn(),
 ) -> io::Result<Left> {
     let _mark = mark(state_dir);
@@ -81,7 +92,7 @@ pub fn end_all(
 }
 
 /// Waits until all of these have ended, or are given up. One that hangs may answer again while others are waited for: it is
-/// given up when only such are left.
+/// given up when only such are left, and are that for another look.
 fn await_ends(
     ending: &[Keeper],
     patience: Duration,
@@ -90,6 +101,7 @@ fn await_ends(
 ) -> io::Result<()> {
     let mut deadline = Instant::now() + patience;
     let mut awaited: Vec<&Keeper> = ending.iter().collect();
+    let mut were_silent = false;
     loop {
         let mut silent = Vec::new();
         for keeper in &awaited {
@@ -102,11 +114,12 @@ fn await_ends(
                 Ended::Hangs => silent.push(*keeper),
             }
         }
-        if silent.len() == awaited.len() {
+        let are_silent = silent.len() == awaited.len();
+        if silent.is_empty() || (are_silent && were_silent) {
             left.silent.extend(silent.iter().flat_map(|keeper| keeper.vms.iter().cloned()));
             return Ok(());
         }
-        awaited = silent;
+        (awaited, were_silent) = (silent, are_silent);
     }
 }
 
@@ -185,7 +198,7 @@ impl Keeper {
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
         state_dir: &'scope Path,
-        patience: &'scope Patience<impl Fn(&VmName, &Path) -> bool + Sync>,
+        patience: &'scope Patience<impl Fn(&VmName, &Path) -> Heard + Sync>,
         over: &'scope AtomicBool,
     ) {
         let listen = move || self.listen(state_dir, patience, over);
@@ -194,21 +207,22 @@ impl Keeper {
         }
     }
 
-    /// Asks how it is until nobody waits for it any more. One of its VMs that answers is enough: the places of a group are
-    /// closed one after the other.
+    /// Asks how it is until nobody waits for it any more.
     fn listen(
         &self,
         state_dir: &Path,
-        patience: &Patience<impl Fn(&VmName, &Path) -> bool>,
+        patience: &Patience<impl Fn(&VmName, &Path) -> Heard>,
         over: &AtomicBool,
     ) {
         let is_over = || over.load(Ordering::Acquire);
         // Who waits no more does not wait for the answers of a whole group either.
-        let hears =
-            |vm: &VmName| !is_over() && (patience.hears)(vm, &vm.below(state_dir).join(SOCKET));
+        let hears = |vm: &VmName| match is_over() {
+            true => Heard::Silent,
+            false => (patience.hears)(vm, &vm.below(state_dir).join(SOCKET)),
+        };
         let mut heard = Instant::now();
         while !is_over() {
-            let hangs = match self.vms.iter().any(hears) {
+            let hangs = match self.lives(hears) {
                 true => {
                     heard = Instant::now();
                     false
@@ -221,6 +235,22 @@ impl Keeper {
                 return;
             }
         }
+    }
+}
+
+impl Keeper {
+    /// Whether it lives, by what is heard of its VMs. The places of a group are closed one after the other: one that
+    /// answers is enough, and one that is closed says nothing of those that are not.
+    fn lives(&self, hears: impl Fn(&VmName) -> Heard) -> bool {
+        let mut is_silent = false;
+        for vm in &self.vms {
+            match hears(vm) {
+                Heard::Answers => return true,
+                Heard::Closed => {}
+                Heard::Silent => is_silent = true,
+            }
+        }
+        !is_silent
     }
 }
 
@@ -277,195 +307,5 @@ pub(super) fn keeper_of(directory: &Path) -> io::Result<Option<(Process, OwnedFd
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::note::Claim;
-    use super::*;
-    use std::process::{Child, Command};
-    use std::sync::atomic::AtomicUsize;
-    use understudy_protocol::literal;
-
-    const LONG: Duration = Duration::from_secs(60);
-
-    fn patience(end: Duration) -> Patience<impl Fn(&VmName, &Path) -> bool + Sync> {
-        Patience { end, silence: LONG, hears: |_: &VmName, _: &Path| true }
-    }
-
-    fn end(state_dir: &Path) -> Left {
-        end_all(state_dir, &patience(LONG), || ()).unwrap()
-    }
-
-    /// A process in a keeper's place, which is not this one. It writes down that it was told, and ends a moment after
-    /// the first time.
-    fn counting(counted: &Path) -> Child {
-        let script = format!(
-            "trap 'echo told >> {0}; ends=1' TERM; echo > {0}; while [ -z $ends ]; do sleep 0.1; done; sleep 1",
-            counted.display()
-        );
-        let keeper = Command::new("sh").args(["-c", &script]).spawn().unwrap();
-        while !counted.exists() {
-            thread::sleep(Duration::from_millis(5));
-        }
-        keeper
-    }
-
-    // Before, the keeper of a group was told once for each of its VMs: the second time its guests were cut.
-    #[test]
-    fn all_that_live_are_told_to_end_once_and_waited_for() {
-        let directory = tempfile::tempdir().unwrap();
-        let directory = directory.path();
-        assert_eq!(end(directory), Left::default(), "nobody is there");
-        assert_eq!(end(&directory.join("nowhere")), Left::default());
-        let (db, cache): (VmName, VmName) = (literal("db"), literal("cache"));
-        let counted = directory.join("counted");
-        let mut keeper = counting(&counted);
-        let claims = [&db, &cache].map(|vm| claimed_by(keeper.id(), directory, vm));
-        let calls = AtomicUsize::new(0);
-        let left = end_all(directory, &patience(LONG), || {
-            calls.fetch_add(1, Ordering::Relaxed);
-        });
-        assert_eq!(left.unwrap(), Left::default());
-        assert_eq!(calls.into_inner(), 2, "time was asked for at the beginning, and with its end");
-        assert!(keeper.wait().unwrap().success());
-        assert_eq!(fs::read_to_string(&counted).unwrap(), "\ntold\n", "once for both");
-        fs::write(db.below(directory).join("keeper.json"), "{}").unwrap();
-        fs::remove_file(cache.below(directory).join("keeper.json")).unwrap();
-        let left = Left { untold: vec![db], ..Left::default() };
-        assert_eq!(end(directory), left, "nobody knows whose lock it is");
-        drop(claims);
-        // What another test starts at this moment has the locks, too, until it is another program.
-        let until = Instant::now() + LONG;
-        while end(directory) != Left::default() {
-            assert!(Instant::now() < until, "it is locked for good");
-            thread::sleep(Duration::from_millis(5));
-        }
-    }
-
-    // Before, it ran on: its daemon's release alone was told of it.
-    #[test]
-    fn a_keeper_of_another_release_is_told_too() {
-        let directory = tempfile::tempdir().unwrap();
-        let directory = directory.path();
-        let db: VmName = literal("db");
-        let counted = directory.join("counted");
-        let mut keeper = counting(&counted);
-        let _claim = claimed_by(keeper.id(), directory, &db);
-        let note = format!("{{\"protocol\":99,\"pid\":{}}}", keeper.id());
-        fs::write(db.below(directory).join("keeper.json"), note).unwrap();
-        assert_eq!(end(directory), Left::default());
-        assert!(keeper.wait().unwrap().success());
-    }
-
-    // Before, its guests were cut: the second signal means that.
-    #[test]
-    fn a_keeper_that_ends_already_is_not_told_again_and_not_waited_for_without_end() {
-        let directory = tempfile::tempdir().unwrap();
-        let directory = directory.path();
-        let db: VmName = literal("db");
-        let counted = directory.join("counted");
-        let mut keeper = counting(&counted);
-        let mut claim = claimed_by(keeper.id(), directory, &db);
-        // As the keeper's.
-        claim.note_ending().unwrap();
-        let file = db.below(directory).join("keeper.json");
-        fs::write(&file, said_by(keeper.id(), &file)).unwrap();
-        let goes_on = || assert!(is_under_way(directory));
-        let left = end_all(directory, &patience(Duration::ZERO), goes_on).unwrap();
-        assert_eq!(left, Left { unended: vec![db], ..Left::default() });
-        assert!(!is_under_way(directory));
-        assert_eq!(fs::read_to_string(&counted).unwrap(), "\n", "it was told");
-        keeper.kill().unwrap();
-        keeper.wait().unwrap();
-        drop(claim);
-    }
-
-    /// A process that hangs; it does not outlive the test, whatever becomes of that.
-    struct Stopped(Child);
-
-    impl Stopped {
-        fn begin() -> Stopped {
-            let stopped = Stopped(Command::new("sleep").arg("600").spawn().unwrap());
-            signal(stopped.pidfd().as_fd(), Signal::SIGSTOP).unwrap();
-            // Until then a signal that comes later, and ends it, is taken first.
-            let status = format!("/proc/{}/status", stopped.0.id());
-            while !fs::read_to_string(&status).unwrap().contains("T (stopped)") {
-                thread::sleep(Duration::from_millis(1));
-            }
-            stopped
-        }
-
-        fn pidfd(&self) -> OwnedFd {
-            pidfd_of(self.0.id()).unwrap()
-        }
-    }
-
-    impl Drop for Stopped {
-        fn drop(&mut self) {
-            self.0.kill().unwrap();
-            self.0.wait().unwrap();
-        }
-    }
-
-    // Before, the host's shutdown waited for it as long as for one that hands its VMs over.
-    #[test]
-    fn a_keeper_that_answers_nothing_is_given_up_long_before_one_that_answers() {
-        let directory = tempfile::tempdir().unwrap();
-        let directory = directory.path();
-        let (db, web): (VmName, VmName) = (literal("db"), literal("web"));
-        let keepers = [Stopped::begin(), Stopped::begin()];
-        let _claims = [(&keepers[0], &db), (&keepers[1], &web)]
-            .map(|(it, vm)| claimed_by(it.0.id(), directory, vm));
-        let hears = |vm: &VmName, socket: &Path| vm.as_str() == "web" && socket.ends_with(SOCKET);
-        let moment = Duration::from_secs(3);
-        let patience = Patience { end: moment, silence: Duration::ZERO, hears };
-        let left = end_all(directory, &patience, || ()).unwrap();
-        assert_eq!(left, Left { unended: vec![web], silent: vec![db], ..Left::default() });
-    }
-
-    // Before, one that had been silent once was given up, and so was a group of which one VM's place was closed.
-    #[test]
-    fn one_vm_that_answers_again_takes_back_that_its_keeper_hangs() {
-        let (process, directory) = (Stopped::begin(), tempfile::tempdir().unwrap());
-        let keeper = Keeper {
-            process: process.pidfd(),
-            ending: false,
-            hangs: AtomicBool::new(false),
-            vms: vec![literal("db"), literal("web")],
-        };
-        let (answers, over) = (AtomicBool::new(false), AtomicBool::new(false));
-        let hears = |vm: &VmName, _: &Path| vm.as_str() == "web" && answers.load(Ordering::Acquire);
-        let patience = Patience { end: LONG, silence: Duration::ZERO, hears };
-        let comes = |hangs: bool| {
-            let until = Instant::now() + LONG;
-            while keeper.hangs.load(Ordering::Acquire) != hangs && Instant::now() < until {
-                thread::sleep(Duration::from_millis(5));
-            }
-            keeper.hangs.load(Ordering::Acquire) == hangs
-        };
-        let (told, taken_back) = thread::scope(|scope| {
-            keeper.listen_in(scope, directory.path(), &patience, &over);
-            let told = comes(true);
-            answers.store(true, Ordering::Release);
-            let taken_back = comes(false);
-            over.store(true, Ordering::Release);
-            (told, taken_back)
-        });
-        assert!(told, "it was silent");
-        assert!(taken_back, "it answered");
-    }
-
-    /// A keeper's note of this process, as if it were another one's.
-    fn said_by(pid: u32, file: &Path) -> String {
-        let of = |pid: u32| format!("\"pid\":{pid}");
-        fs::read_to_string(file).unwrap().replace(&of(std::process::id()), &of(pid))
-    }
-
-    /// The lock of a VM's keeper, which is said to be another process.
-    fn claimed_by(pid: u32, state_dir: &Path, vm: &VmName) -> Claim {
-        let directory = vm.below(state_dir);
-        fs::create_dir(&directory).unwrap();
-        let claim = Claim::take(&directory, &literal("a"), vm, None).unwrap();
-        let file = directory.join("keeper.json");
-        fs::write(&file, said_by(pid, &file)).unwrap();
-        claim
-    }
-}
+#[path = "ending_tests.rs"]
+mod tests;

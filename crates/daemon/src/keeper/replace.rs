@@ -261,7 +261,10 @@ impl Host {
             return false;
         }
         let (host, vm) = (Arc::downgrade(self), name.clone());
-        let between = self.orphans.expect_keeper(name);
+        let Some(between) = self.orphans.claim_between(name, "the next one is about to have it")
+        else {
+            return true;
+        };
         let take = move || {
             let mut due = Instant::now();
             while let Some(host) = host.upgrade() {
@@ -336,7 +339,7 @@ impl Host {
     pub(crate) fn end_given_up(&self, name: &VmName) -> Result<(), HostError> {
         let stopped = self.stop_in_keeper(name);
         // No further keeper is started from here on.
-        let Some(_between) = self.orphans.claim_between(name) else {
+        let Some(_between) = self.orphans.claim_between(name, "it is being ended") else {
             self.orphans.give_up(name);
             return self.end_given_up(name);
         };
@@ -347,8 +350,8 @@ impl Host {
         self.end_left_guest(name)
     }
 
-    /// Ends a guest that stands still with its custodian, by its operator's wish; the caller has its place. What is not known to have ended stays as it
-    /// is on record.
+    /// Ends a guest that stands still with its custodian, by its operator's wish; the caller has its place. What is not
+    /// known to have ended stays as it is on record.
     fn end_left_guest(&self, name: &VmName) -> Result<(), HostError> {
         let socket = legacy::socket(&name.below(&self.config.state_dir));
         let until = Instant::now() + CUSTODIAN_PATIENCE;

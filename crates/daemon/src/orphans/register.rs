@@ -117,10 +117,10 @@ impl Orphans {
         Between { vm: vm.clone(), orphans: self.clone(), given_up }
     }
 
-    /// The same, unless somebody else has it there already.
-    pub fn claim_between(&self, vm: &VmName) -> Option<Between> {
+    /// The same, for this reason, unless somebody else has it there already.
+    pub fn claim_between(&self, vm: &VmName, why: &str) -> Option<Between> {
         let given_up = Arc::<AtomicBool>::default();
-        let (why, of) = ("it is being ended".to_owned(), Former::Keeper);
+        let (why, of) = (why.to_owned(), Former::Keeper);
         let waiting = Waiting { why, of, given_up: given_up.clone() };
         let is_first = self.0.change(|all| match all.orphans.contains_key(vm) {
             true => Err(waiting),

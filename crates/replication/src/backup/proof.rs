@@ -39,9 +39,11 @@ pub(super) fn run(session: &Weak<Session>) {
                 let (arbiter, membership) = (present.arbiter.clone(), present.membership().clone());
                 let primary = present.primary.clone();
                 let unconnected = unconnected(&present);
+                let stays = present.stays();
                 drop(present);
-                let proof = membership.prove(&arbiter, &primary);
-                let proof = proof.map_err(|Unreachable(reason)| reason);
+                // A host that ends waits for no arbiter to say so.
+                let prove = || membership.prove(&arbiter, &primary);
+                let proof = stays.and_then(|()| prove().map_err(|Unreachable(reason)| reason));
                 if let Some(session) = session.upgrade() {
                     let stays = session.stays();
                     session.event(Event::Proven(stays.and(proof).and(unconnected)));

@@ -1,7 +1,7 @@
 //! A group of several VMs in checkpoint mode, under one [`Lead`](understudy_session::primary::Lead) and one
 //! [`Standby`](understudy_session::backup::Standby), through schedules of failures: from its first epoch until
 //! its protection has ended. A seed plays one of these schedules beside that of a VM that is protected by itself,
-//! in whose world all is that has nothing to do with the number of members.
+//! whose world has everything that does not depend on the number of members.
 //!
 //! | module | is |
 //! |---|---|

@@ -179,7 +179,7 @@ impl World {
     }
 }
 
-/// Looks at a cohort in each of which it had no order, half a second each: it waits for five.
+/// Looks at a cohort in each of which it had no order, half a second each: it waits for 5 s.
 const UNHEARD: u32 = 14;
 
 /// Restores.

@@ -19,8 +19,9 @@ use understudy_snapshot::{Cut, Decision, Gate, Incarnation, Member, SnapshotNumb
 /// The stream of a seed's numbers that decides what happens.
 const STREAM: u64 = 201;
 
-/// Time after calm in which all must have ended; and where a part has failed for good.
+/// Time after calm in which all must have ended.
 const ENDS: Duration = Duration::from_secs(200);
+/// The same where a part has failed for good.
 const ENDS_BESIDE: Duration = Duration::from_secs(2_600);
 
 /// A command that was given, by number.
@@ -73,7 +74,7 @@ pub(crate) enum Event {
     Operator,
     GuestStep(VmId),
     Arrives(PipeId),
-    /// What a connection that is gone had still to say.
+    /// What a connection that is gone had still to say, or is said on the own host.
     Late(HostId, Payload),
     Dial(PipeId),
     OpTick(OpId),

@@ -19,7 +19,7 @@ use tokio::time::timeout;
 use understudy_client::{Client, Exit, Failure, FailureKind};
 use understudy_daemon::config::{Ending, HostConfig};
 use understudy_daemon::keeper::SILENCE;
-use understudy_daemon::keeper::ending::{self, Left, Patience};
+use understudy_daemon::keeper::ending::{self, Heard, Left, Patience};
 use understudy_daemon::keeper::order::Order;
 use understudy_daemon::keeper::places::{Close, Door};
 use understudy_daemon::keeper::rights;
@@ -99,10 +99,14 @@ pub fn end_all(config: &Path) -> Result<Exit, Failure> {
     }
 }
 
-/// Whether a VM's keeper answers, or takes no questions any more, as one that is about to end.
-fn hears(vm: &VmName, socket: &Path) -> bool {
+/// Asks a VM's keeper how it is.
+fn hears(vm: &VmName, socket: &Path) -> Heard {
     let status = Client::new(socket).and_then(|client| client.patient(ANSWER).vm_status(vm));
-    !status.is_err_and(|failure| failure.kind == FailureKind::DaemonSilent)
+    match status.map_err(|failure| failure.kind) {
+        Err(FailureKind::DaemonSilent) => Heard::Silent,
+        Err(FailureKind::DaemonUnreachable) => Heard::Closed,
+        Ok(_) | Err(_) => Heard::Answers,
+    }
 }
 
 /// Words about the VMs whose keepers have not ended.
